@@ -1,0 +1,167 @@
+"""The configuration tree: mirrored one to one by the YAML file, frozen, every field documented.
+
+This file owns defaults, bounds and cross-field checks. Reading files, environment and ``--set``
+is ``protocol.load``'s work. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from protocol.types import Mode
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Profile(StrEnum):
+    """Where the token budget starts when ``max_num_batched_tokens`` is ``auto``."""
+
+    CHAT = "chat"
+    MIXED = "mixed"
+    BATCH = "batch"
+
+
+class ModelConfig(Section):
+    """Which model is served and how."""
+
+    path: str = Field(description="Local Hugging Face folder (config, safetensors, tokenizer).")
+    served_name: str | None = Field(
+        None, description="Name clients use; default: the folder's name."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and cache; auto: float32 on CPU, the checkpoint's on GPU."
+    )
+    max_model_len: int | None = Field(
+        None, gt=0, description="Longest prompt plus answer in tokens; default: the model's own."
+    )
+
+
+class ResourceConfig(Section):
+    """What Ray reserves for one worker."""
+
+    num_cpus: float = Field(1, ge=0)
+    num_gpus: float = Field(0, ge=0)
+    custom: dict[str, float] = Field(default_factory=dict, description="Ray custom resources.")
+
+
+class PoolConfig(Section):
+    """One pool of equal workers."""
+
+    replicas: int = Field(1, ge=0, description="Workers in this pool.")
+    max_num_batched_tokens: int | Literal["auto"] = Field(
+        "auto", description="Token budget: most tokens one step may compute."
+    )
+    max_num_seqs: int = Field(32, ge=1, description="Most sequences in one step.")
+    min_prefill_tokens: int = Field(
+        64, ge=1, description="Share of the budget that waiting prompts always get."
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of one worker's compute.")
+    resources: ResourceConfig = Field(default_factory=ResourceConfig)
+
+    @model_validator(mode="after")
+    def _budget_holds_decodes_and_prefill(self) -> PoolConfig:
+        budget = self.max_num_batched_tokens
+        if budget != "auto" and budget < self.max_num_seqs + self.min_prefill_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens {budget} is smaller than max_num_seqs "
+                f"{self.max_num_seqs} + min_prefill_tokens {self.min_prefill_tokens} = "
+                f"{self.max_num_seqs + self.min_prefill_tokens}"
+            )
+        return self
+
+
+class PoolsConfig(Section):
+    """The two pools. ``prefill`` is unused in colocated mode."""
+
+    prefill: PoolConfig = Field(default_factory=PoolConfig)
+    decode: PoolConfig = Field(default_factory=PoolConfig)
+
+
+class SloConfig(Section):
+    """Latency targets."""
+
+    ttft_ms: float = Field(2000, gt=0, description="Time to first token; orders prompts by slack.")
+    itl_ms: float = Field(300, gt=0, description="Gap between two tokens of one answer.")
+
+
+class KvConfig(Section):
+    """The paged KV cache and its way from worker to worker."""
+
+    page_size: int | Literal["auto"] = Field("auto", description="Tokens per page; auto is 16.")
+    memory: str = Field(
+        "auto", description='Size per worker ("2GiB") or share of device memory ("80%").'
+    )
+    transport: Literal["auto", "p2p", "loopback"] = Field("auto", description="auto is p2p.")
+    interface: str = Field(
+        "auto", description="Address the data sockets bind to; must be private. auto: 127.0.0.1."
+    )
+    window: int = Field(8, ge=1, description="Segments of one ticket in flight on a link.")
+
+
+class TimingConfig(Section):
+    """Every clock of the system, in seconds unless the name says otherwise. Tests scale it."""
+
+    heartbeat_s: float = Field(1, gt=0)
+    peer_dead_s: float = Field(4, gt=0)
+    lease_s: float = Field(10, gt=0)
+    link_op_s: float = Field(4, gt=0)
+    link_abort_s: float = Field(5, gt=0)
+    closed_or_killed_s: float = Field(2, gt=0)
+    cancel_ms: float = Field(100, gt=0)
+    drain_s: float = Field(120, gt=0)
+    request_timeout_s: float = Field(600, gt=0)
+    start_s: float = Field(300, gt=0, description="Longest wait for a worker to become ready.")
+
+
+class LimitsConfig(Section):
+    """Bounds that protect the router."""
+
+    max_queued: int = Field(256, ge=0, description="Requests waiting for a place; then 503.")
+    stream_buffer: int = Field(1024, ge=1, description="Tokens a slow reader may lag behind.")
+    max_request_bytes: int = Field(8 << 20, ge=1024)
+
+
+class RouterConfig(Section):
+    """Where clients connect."""
+
+    http: str = Field("127.0.0.1:8000", description="OpenAI HTTP address.")
+    grpc: str = Field("127.0.0.1:9000", description="gRPC address.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+
+
+class RayConfig(Section):
+    """Which Ray cluster runs the actors."""
+
+    address: str = Field("local", description="local, auto, or ray://host:port.")
+
+
+class DebugConfig(Section):
+    """Switches that cost time and find faults."""
+
+    poison_freed_pages: bool = Field(False, description="Fill freed pages with NaN.")
+
+
+class TandemConfig(Section):
+    """The whole file."""
+
+    name: str = Field("tandem", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Cluster name.")
+    model: ModelConfig
+    mode: Mode = Mode.DISAGGREGATED
+    chunked_prefill: bool = Field(
+        True, description="False runs a whole prompt in one step: shows the freeze."
+    )
+    profile: Profile = Profile.CHAT
+    pools: PoolsConfig = Field(default_factory=PoolsConfig)
+    slo: SloConfig = Field(default_factory=SloConfig)
+    kv: KvConfig = Field(default_factory=KvConfig)
+    timing: TimingConfig = Field(default_factory=TimingConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)
