@@ -63,7 +63,7 @@ class PoolConfig(Section):
         64, ge=1, description="Share of the budget that waiting prompts always get."
     )
     threads: int = Field(1, ge=1, description="CPU threads of one worker's compute.")
-    resources: ResourceConfig = Field(default_factory=ResourceConfig)
+    resources: ResourceConfig = ResourceConfig()
 
     @model_validator(mode="after")
     def _budget_holds_decodes_and_prefill(self) -> PoolConfig:
@@ -80,8 +80,8 @@ class PoolConfig(Section):
 class PoolsConfig(Section):
     """The two pools. ``prefill`` is unused in colocated mode."""
 
-    prefill: PoolConfig = Field(default_factory=PoolConfig)
-    decode: PoolConfig = Field(default_factory=PoolConfig)
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
 
 
 class SloConfig(Section):
@@ -133,7 +133,7 @@ class RouterConfig(Section):
 
     http: str = Field("127.0.0.1:8000", description="OpenAI HTTP address.")
     grpc: str = Field("127.0.0.1:9000", description="gRPC address.")
-    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    limits: LimitsConfig = LimitsConfig()
 
 
 class RayConfig(Section):
@@ -158,10 +158,10 @@ class TandemConfig(Section):
         True, description="False runs a whole prompt in one step: shows the freeze."
     )
     profile: Profile = Profile.CHAT
-    pools: PoolsConfig = Field(default_factory=PoolsConfig)
-    slo: SloConfig = Field(default_factory=SloConfig)
-    kv: KvConfig = Field(default_factory=KvConfig)
-    timing: TimingConfig = Field(default_factory=TimingConfig)
-    router: RouterConfig = Field(default_factory=RouterConfig)
-    ray: RayConfig = Field(default_factory=RayConfig)
-    debug: DebugConfig = Field(default_factory=DebugConfig)
+    pools: PoolsConfig = PoolsConfig()
+    slo: SloConfig = SloConfig()
+    kv: KvConfig = KvConfig()
+    timing: TimingConfig = TimingConfig()
+    router: RouterConfig = RouterConfig()
+    ray: RayConfig = RayConfig()
+    debug: DebugConfig = DebugConfig()
