@@ -72,6 +72,12 @@ class NeverFits(InvalidArgument):
     reason = "NEVER_FITS"
 
 
+class MalformedFrame(InvalidArgument):
+    """A message between processes has no meaning: a missing part, an unknown kind or value."""
+
+    reason = "MALFORMED_FRAME"
+
+
 class ModelNotFound(TandemError):
     """No model of that name is served."""
 

@@ -1,0 +1,255 @@
+"""Every message survives the wire unchanged; everything else is refused with a clear error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import messages as m
+from protocol import status as cluster
+from protocol import types as p
+from protocol.errors import BY_REASON, ErrorInfo, InternalError, MalformedFrame
+from protocol.wire import session_pb2 as s
+from protocol.wire import transfer_pb2 as t
+from protocol.wire.convert import (
+    RECEIVER_FRAMES,
+    ROUTER_FRAMES,
+    SENDER_FRAMES,
+    WORKER_FRAMES,
+)
+from protocol.wire.convert_front import decode_answer, decode_status, encode_answer, encode_status
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+COUNT = st.integers(0, 2**31)
+SECONDS = st.floats(allow_nan=False)
+TEXT = st.text(max_size=12)
+NAME = st.text(min_size=1, max_size=12)
+TOKENS = st.lists(U32, max_size=8).map(tuple)
+TICKET_ID = st.builds(p.TicketId, NAME, st.integers(1, 2**32 - 1))
+ERROR = st.builds(
+    ErrorInfo, st.sampled_from(sorted(BY_REASON)), TEXT, st.none() | TEXT, st.none() | SECONDS
+)
+PEER = st.builds(p.Peer, TEXT, TEXT, TEXT)
+SAMPLING = st.builds(
+    p.SamplingParams,
+    max_tokens=U32,
+    temperature=SECONDS,
+    top_p=SECONDS,
+    top_k=U32,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    ignore_eos=st.booleans(),
+)
+
+
+@st.composite
+def tickets(draw: st.DrawFn) -> p.Ticket:
+    tokens = draw(st.lists(U32, min_size=1, max_size=8).map(tuple))
+    return p.Ticket(
+        id=draw(TICKET_ID),
+        sender=draw(st.none() | PEER),
+        receiver=draw(PEER),
+        tokens=tokens,
+        n_prompt=draw(st.integers(1, len(tokens))),
+        sampling=draw(SAMPLING),
+        n_delivered=draw(U32),
+        n_choices=draw(U32),
+        priority=draw(st.integers(-(2**63), 2**63 - 1)),
+        order_key=draw(SECONDS),
+        ttft_target_s=draw(st.none() | SECONDS),
+        remaining_s=draw(SECONDS),
+        salt=draw(TEXT),
+    )
+
+
+GEOMETRY = st.builds(p.KvGeometry, U32, U32, U32, U32, st.sampled_from(sorted(p.DTYPE_BYTES)))
+LOAD = st.builds(p.WorkerLoad, U64, U64, U64, U64, U64, U64, SECONDS, SECONDS, U64)
+TIMINGS = st.lists(st.builds(p.StageTiming, TEXT, TEXT, SECONDS), max_size=3).map(tuple)
+FINISH = st.sampled_from(p.FinishReason)
+ITEM = st.builds(m.TokenItem, TICKET_ID, U32, TOKENS, st.none() | FINISH, U32)
+PLAIN_ITEM = st.builds(m.TokenItem, st.builds(p.TicketId, NAME), U32, st.tuples(U32))
+HELLO = st.builds(m.Hello, TEXT, TEXT, TEXT, TEXT, GEOMETRY, TEXT, U32, U64)
+ABORT = st.builds(m.Abort, TICKET_ID, ERROR)
+ALIVE = st.builds(m.TransferHeartbeat, st.lists(TICKET_ID, max_size=3).map(tuple))
+CHANNELS = {
+    "router": (
+        ROUTER_FRAMES,
+        m.RouterToWorker,
+        [
+            st.builds(m.Open, tickets()),
+            st.builds(m.Stop, TICKET_ID, U32, U32),
+            st.builds(m.Cancel, TICKET_ID, TEXT),
+            st.just(m.RouterHeartbeat()),
+        ],
+    ),
+    "worker": (
+        WORKER_FRAMES,
+        m.WorkerToRouter,
+        [
+            st.builds(m.Queued, TICKET_ID, U32, TEXT),
+            st.builds(m.Reserved, TICKET_ID, U32),
+            st.builds(m.Tokens, st.lists(ITEM | PLAIN_ITEM, max_size=5).map(tuple)),
+            st.builds(m.SenderLost, TICKET_ID, ERROR),
+            st.builds(m.Done, TICKET_ID, st.sampled_from(p.Outcome), TIMINGS, st.none() | ERROR),
+            st.builds(m.WorkerHeartbeat, TEXT, TEXT, LOAD),
+        ],
+    ),
+    "sender": (
+        SENDER_FRAMES,
+        m.SenderToReceiver,
+        [
+            HELLO,
+            st.builds(m.Offer, TICKET_ID, U32, SECONDS),
+            st.builds(m.Announce, TICKET_ID, U32, U32, U32, U64),
+            st.builds(m.Commit, TICKET_ID, TOKENS, U32, U64, st.lists(U64, max_size=4).map(tuple)),
+            ABORT,
+            ALIVE,
+        ],
+    ),
+    "receiver": (
+        RECEIVER_FRAMES,
+        m.ReceiverToSender,
+        [
+            HELLO,
+            st.builds(m.Grant, TICKET_ID, U32, U32, U32),
+            st.builds(m.Window, TICKET_ID, U32),
+            st.builds(m.Sealed, TICKET_ID),
+            ABORT,
+            ALIVE,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_message_survives_its_channel(channel: str, data: st.DataObject) -> None:
+    codec, union, strategies = CHANNELS[channel]
+    for strategy in strategies:
+        value = data.draw(strategy)
+        frame = codec.encode(value)
+        read = type(frame).FromString(frame.SerializeToString())
+        assert codec.decode(read) == value
+    assert len(strategies) == len(union.__args__), "a message of this channel is not tried"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.builds(p.Delta, U32, TOKENS, TEXT)
+    | st.builds(p.Complete, FINISH, st.builds(p.Usage, U32, U32, U32), st.none() | TEXT, TIMINGS)
+)
+def test_answers_survive(value: p.Delta | p.Complete) -> None:
+    assert decode_answer(encode_answer(value)) == value
+
+
+WORKER_STATUS = st.builds(
+    cluster.WorkerStatus, TEXT, TEXT, st.sampled_from(p.Role), TEXT, TEXT, TEXT, U32, U32, LOAD
+)
+STATUS = st.builds(
+    cluster.ClusterStatus,
+    TEXT,
+    st.sampled_from(p.Mode),
+    TEXT,
+    SECONDS,
+    st.lists(WORKER_STATUS, max_size=2).map(tuple),
+    st.lists(st.builds(cluster.RouterStatus, TEXT, TEXT, TEXT, TEXT), max_size=2).map(tuple),
+    st.lists(st.builds(cluster.Note, SECONDS, TEXT), max_size=2).map(tuple),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(STATUS)
+def test_status_survives(value: cluster.ClusterStatus) -> None:
+    assert decode_status(encode_status(value)) == value
+
+
+TICKET = s.Ticket(
+    id={"request_id": "r", "attempt": 1},
+    receiver={"worker_id": "decode-0"},
+    tokens=[1, 2],
+    n_prompt=2,
+    sampling={"max_tokens": 1},
+)
+
+
+def _ticket(**changes: object) -> s.RouterFrame:
+    ticket = s.Ticket()
+    ticket.CopyFrom(TICKET)
+    for field, value in changes.items():
+        if value is None:
+            ticket.ClearField(field)
+        else:
+            setattr(ticket, field, value)
+    return s.RouterFrame(open={"ticket": ticket})
+
+
+def test_the_ticket_that_the_bad_ones_are_made_of_is_good() -> None:
+    assert ROUTER_FRAMES.decode(_ticket()).ticket.n_prompt == 2
+
+
+@pytest.mark.parametrize(
+    ("codec", "frame", "says"),
+    [
+        (ROUTER_FRAMES, s.RouterFrame(), "without a message"),
+        (ROUTER_FRAMES, s.RouterFrame.FromString(b"\xfa\x06\x00"), "without a message"),
+        (ROUTER_FRAMES, s.RouterFrame(open={}), "Open without ticket"),
+        (ROUTER_FRAMES, s.RouterFrame(stop={"index": 3}), "Stop without ticket_id"),
+        (ROUTER_FRAMES, s.RouterFrame(cancel={"ticket_id": {"attempt": 1}}), "request id"),
+        (ROUTER_FRAMES, _ticket(id=None), "without id"),
+        (ROUTER_FRAMES, _ticket(receiver=None), "without receiver"),
+        (ROUTER_FRAMES, _ticket(sampling=None), "without sampling"),
+        (ROUTER_FRAMES, _ticket(n_prompt=0), "n_prompt 0"),
+        (ROUTER_FRAMES, _ticket(n_prompt=3), "n_prompt 3"),
+        (ROUTER_FRAMES, _ticket(order_key=float("nan")), "order_key is not a number"),
+        (
+            WORKER_FRAMES,
+            s.WorkerFrame(done={"ticket_id": {"request_id": "r", "attempt": 1}}),
+            "outcome 0 is unknown",
+        ),
+        (WORKER_FRAMES, s.WorkerFrame(tokens={"request_ids": ["r"]}), "indexes has 0 rows"),
+        (
+            WORKER_FRAMES,
+            s.WorkerFrame(tokens={"request_ids": ["r"], "indexes": [0]}),
+            "0 tokens, not 1",
+        ),
+        (
+            WORKER_FRAMES,
+            s.WorkerFrame(
+                tokens={
+                    "request_ids": ["r"],
+                    "indexes": [0],
+                    "token_ids": [5],
+                    "finish_reasons": [9],
+                }
+            ),
+            "finish_reasons 9 is unknown",
+        ),
+        (WORKER_FRAMES, s.WorkerFrame(heartbeat={"worker_id": "w"}), "without load"),
+        (SENDER_FRAMES, t.SenderFrame(hello={"worker_id": "w"}), "without geometry"),
+        (RECEIVER_FRAMES, t.ReceiverFrame(abort={"ticket_id": {"request_id": "r"}}), "attempt"),
+    ],
+)
+def test_a_frame_without_meaning_is_refused_by_name(
+    codec: object, frame: object, says: str
+) -> None:
+    with pytest.raises(MalformedFrame, match=says):
+        codec.decode(frame)  # type: ignore[attr-defined]
+
+
+def test_what_does_not_fit_the_wire_is_a_bug_of_ours() -> None:
+    with pytest.raises(InternalError, match="Stop does not fit"):
+        ROUTER_FRAMES.encode(m.Stop(p.TicketId("r"), -1))
+    with pytest.raises(InternalError, match="Grant does not travel as RouterFrame"):
+        ROUTER_FRAMES.encode(m.Grant(p.TicketId("r"), 1, 1))
+
+
+def test_a_plain_decode_step_is_compact() -> None:
+    """64 streams, one token each: under 30 bytes per token with ids of 16 characters."""
+    ids = [p.TicketId(f"request-{i:08}") for i in range(64)]
+    tokens = m.Tokens(tuple(m.TokenItem(i, 1000, (40_000,)) for i in ids))
+    frame = WORKER_FRAMES.encode(tokens)
+    assert frame.ByteSize() < 30 * 64
+    assert not frame.tokens.attempts
+    assert not frame.tokens.finish_reasons
