@@ -188,7 +188,10 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a plain prompt, with the model's own special tokens around it."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch of one: unlike ``encode`` it lets go of the interpreter lock, so that a long
+        # prompt read in a thread stops nobody's stream.
+        batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return tuple(batch[0].ids)
 
     def chat(
         self,
