@@ -8,6 +8,7 @@ this file.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from protocol import messages as m
@@ -26,11 +27,18 @@ from protocol.types import (
 from protocol.wire import common_pb2 as c
 from protocol.wire import session_pb2 as s
 
-FINISH_TO_WIRE = {FinishReason.STOP: 1, FinishReason.LENGTH: 2}
+FINISH_TO_WIRE = {
+    FinishReason.STOP: c.FINISH_REASON_STOP,
+    FinishReason.LENGTH: c.FINISH_REASON_LENGTH,
+}
 FINISH_FROM_WIRE = {number: reason for reason, number in FINISH_TO_WIRE.items()}
-ROLE_TO_WIRE = {Role.PREFILL: 1, Role.DECODE: 2}
+ROLE_TO_WIRE = {Role.PREFILL: c.ROLE_PREFILL, Role.DECODE: c.ROLE_DECODE}
 ROLE_FROM_WIRE = {number: role for role, number in ROLE_TO_WIRE.items()}
-OUTCOME_TO_WIRE = {Outcome.OK: 1, Outcome.FAILED: 2, Outcome.CANCELLED: 3}
+OUTCOME_TO_WIRE = {
+    Outcome.OK: s.OUTCOME_OK,
+    Outcome.FAILED: s.OUTCOME_FAILED,
+    Outcome.CANCELLED: s.OUTCOME_CANCELLED,
+}
 OUTCOME_FROM_WIRE = {number: outcome for outcome, number in OUTCOME_TO_WIRE.items()}
 
 
@@ -44,7 +52,7 @@ def need(message: Any, field: str) -> Any:
     return getattr(message, field)
 
 
-def known(table: dict[int, Any], number: int, field: str) -> Any:
+def known(table: Mapping[Any, Any], number: int, field: str) -> Any:
     """The meaning of an enum's number; ``MalformedFrame`` when it has none."""
     if number not in table:
         raise MalformedFrame(f"{field} {number} is unknown", field=field)
@@ -207,7 +215,12 @@ def encode_tokens(value: m.Tokens) -> s.TokenBatch:
         batch.token_ids.extend(item.token_ids)
     if any(i.finish_reason is not None for i in items):
         batch.finish_reasons.extend(
-            [0 if i.finish_reason is None else FINISH_TO_WIRE[i.finish_reason] for i in items]
+            [
+                c.FINISH_REASON_UNSPECIFIED
+                if i.finish_reason is None
+                else FINISH_TO_WIRE[i.finish_reason]
+                for i in items
+            ]
         )
     if any(i.choice for i in items):
         batch.choices.extend([i.choice for i in items])
