@@ -168,14 +168,12 @@ class StoreGetResponse(_message.Message):
     def __init__(self, value: _Optional[bytes] = ...) -> None: ...
 
 class StoreCheckRequest(_message.Message):
-    __slots__ = ("link", "keys", "timeout_s")
+    __slots__ = ("link", "keys")
     LINK_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     link: str
     keys: _containers.RepeatedScalarFieldContainer[str]
-    timeout_s: float
-    def __init__(self, link: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, link: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreCheckResponse(_message.Message):
     __slots__ = ("present",)

@@ -78,14 +78,14 @@ class TransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StoreGet(self, request, context):
-        """Waits until the key is there; DEADLINE_EXCEEDED after `timeout_s`.
+        """Waits at most `timeout_s` for the key; no value when nobody left one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StoreCheck(self, request, context):
-        """Whether all keys are there, now or within `timeout_s`.
+        """Whether all keys are there now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
