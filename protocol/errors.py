@@ -66,6 +66,13 @@ class ContextLengthExceeded(InvalidArgument):
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
+class RequestTooLarge(InvalidArgument):
+    """The request has more bytes than the router reads."""
+
+    reason = "REQUEST_TOO_LARGE"
+    http_status = 413
+
+
 class NeverFits(InvalidArgument):
     """The request needs more KV pages than a worker has in all."""
 

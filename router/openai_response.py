@@ -1,0 +1,165 @@
+"""One OpenAI answer on its way to one HTTP client, streamed or in one piece.
+
+This file owns the order of what is sent (status late, so that an early failure is an HTTP status
+and not an event), keep-alive comments while a prompt is computed, the error event in the middle
+of a stream, and the hang-up: a client that goes away ends the answers at once, streamed or not.
+It must never parse a request.
+
+Life of an ``AnswerResponse`` (an ASGI response, returned by an endpoint and called once):
+ 1. Two tasks run: one answers, one waits for the client's hang-up; the first to end ends both.
+ 2. Streamed: up to ``keepalive_s`` for the first piece, then status 200 and what OpenAI's SDK
+    expects: first chunk, text, last chunk, usage, ``[DONE]``; on failure an error event instead.
+ 3. In one piece: everything is collected, then sent as one JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from protocol.types import Complete, Delta, Request, Usage
+from router.answers import Answers, Event
+from router.openai_replies import (
+    DONE,
+    KEEP_ALIVE,
+    CompletionShape,
+    error_headers,
+    error_json,
+    sse,
+    usage_json,
+)
+from router.openai_types import Streaming
+from router.service import as_tandem_error
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+]
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """Any failure as an HTTP answer in OpenAI's shape."""
+    known = as_tandem_error(error)
+    return JSONResponse(error_json(known), known.http_status, error_headers(known))
+
+
+class AnswerResponse:
+    """Answers ``requests`` (one choice each) to one client."""
+
+    def __init__(
+        self,
+        shape: CompletionShape,
+        streaming: Streaming,
+        requests: Sequence[Request],
+        streams: Sequence[AsyncGenerator[Event, None]],
+        keepalive_s: float,
+    ) -> None:
+        self._shape = shape
+        self._streaming = streaming
+        self._prompt_tokens = [len(request.prompt) for request in requests]
+        self._streams = streams
+        self._keepalive_s = keepalive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer until the answer or the client ends."""
+        answering = self._stream if self._streaming.enabled else self._whole
+        work = asyncio.create_task(answering(scope, receive, send))
+        hang_up = asyncio.create_task(_hung_up(receive))
+        try:
+            await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        finally:
+            work.cancel()
+            hang_up.cancel()
+            await asyncio.gather(work, hang_up, return_exceptions=True)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        texts = ["" for _ in self._streams]
+        ends: dict[int, Complete] = {}
+        response: JSONResponse
+        try:
+            async with Answers(self._streams) as answers:
+                while not answers.all_complete:
+                    index, piece = await answers.take()
+                    if isinstance(piece, Delta):
+                        texts[index] += piece.text
+                    else:
+                        ends[index] = piece
+            whole = self._shape.whole(texts, [ends[i] for i in range(len(texts))])
+            response = JSONResponse(whole)
+        except Exception as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            async with Answers(self._streams) as answers:
+                first = await answers.next(self._keepalive_s)
+                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                started = True
+                async for event in self._events(answers, first):
+                    await _send_body(send, event)
+            await _send_body(send, DONE)
+        except OSError:
+            return  # the client is gone: nobody is left to tell
+        except Exception as error:
+            if not started:
+                await error_response(error)(scope, receive, send)
+                return
+            await _send_body(send, sse(error_json(as_tandem_error(error))))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _events(
+        self, answers: Answers, first: tuple[int, Event] | None
+    ) -> AsyncIterator[bytes]:
+        """Every event but ``[DONE]``, encoded."""
+        completed = [0 for _ in self._streams]
+        ends: list[Complete] = []
+        for index in range(len(self._streams)):
+            opening = self._shape.first(index)
+            if opening is not None:
+                yield self._encode(opening, completed)
+        taken = first
+        while True:
+            if taken is None:
+                yield KEEP_ALIVE
+            else:
+                index, piece = taken
+                if isinstance(piece, Complete):
+                    ends.append(piece)
+                    completed[index] = piece.usage.completion_tokens
+                    yield self._encode(self._shape.last(index, piece), completed)
+                else:
+                    completed[index] += len(piece.token_ids)
+                    if piece.text:
+                        yield self._encode(self._shape.delta(index, piece.text), completed)
+            if answers.all_complete:
+                break
+            taken = await answers.next(self._keepalive_s)
+        if self._streaming.include_usage:
+            yield sse(self._shape.usage([end.usage for end in ends]))
+
+    def _encode(self, chunk: dict[str, Any], completed: Sequence[int]) -> bytes:
+        if self._streaming.continuous_usage:
+            pairs = zip(self._prompt_tokens, completed, strict=True)
+            chunk["usage"] = usage_json(Usage(prompt, done) for prompt, done in pairs)
+        elif self._streaming.include_usage:
+            chunk["usage"] = None
+        return sse(chunk)
+
+
+async def _hung_up(receive: Receive) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,97 @@
+"""What both front ends do with a call: prompt to tokens, tokens to a request, request to answer.
+
+This file owns the order of the checks (values before tokenizing, so that a bad call costs
+nothing) and keeps long prompts off the event loop. It must never know HTTP or gRPC.
+
+Life of a call: ``from_text``, ``from_chat`` or ``from_tokens`` make a ``Request``; ``answer``
+gives its stream, which ends both legs when it is closed early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from protocol.errors import InternalError, TandemError
+from protocol.types import Complete, Delta, Request
+from router.dispatcher import RouterStatus
+from router.params import Asked, Intake
+from router.text import IncrementalText
+
+LONG_PROMPT_CHARS = 4096  # above: encoding takes longer than a stream may be held up
+
+log = logging.getLogger(__name__)
+
+
+class Codec(Protocol):
+    """The part of ``router.text.TextCodec`` that the front ends use."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]: ...
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decoder_for(self, request: Request) -> IncrementalText: ...
+
+
+class Core(Protocol):
+    """The part of ``router.dispatcher.Dispatcher`` that the front ends use."""
+
+    def generate(
+        self, request: Request, text: IncrementalText | None
+    ) -> AsyncGenerator[Delta | Complete, None]: ...
+    def can_serve(self) -> tuple[bool, str]: ...
+    def status(self) -> RouterStatus: ...
+
+
+class InferenceService:
+    """One per router; every method runs on the router's event loop."""
+
+    def __init__(self, intake: Intake, codec: Codec, core: Core) -> None:
+        self.intake = intake
+        self.codec = codec
+        self.core = core
+
+    async def from_text(self, text: str, asked: Asked, field: str = "prompt") -> Request:
+        """The request for a plain prompt. Raises as ``Intake.request``."""
+        self.intake.check_values(asked)
+        tokens = await self.encode(text)
+        return self.intake.request(asked, tokens, field)
+
+    async def from_chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Request:
+        """The request for a conversation. Raises as ``Intake.request``."""
+        self.intake.check_values(asked)
+        tokens = await self.encode_chat(messages)
+        return self.intake.request(asked, tokens, "messages")
+
+    def from_tokens(self, tokens: Sequence[int], asked: Asked, field: str = "prompt") -> Request:
+        """The request for a prompt of token ids. Raises as ``Intake.request``."""
+        return self.intake.request(asked, tokens, field)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a plain prompt."""
+        if len(text) <= LONG_PROMPT_CHARS:
+            return self.codec.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self.codec.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Token ids of a conversation by the model's chat template."""
+        if sum(len(message["content"]) for message in messages) <= LONG_PROMPT_CHARS:
+            return self.codec.chat(messages)
+        return await asyncio.to_thread(self.codec.chat, messages)
+
+    def answer(self, request: Request) -> AsyncGenerator[Delta | Complete, None]:
+        """The answer as it grows: ``Delta``s, then one ``Complete``. Close it to cancel."""
+        return self.core.generate(request, self.codec.decoder_for(request))
+
+
+def as_tandem_error(error: BaseException) -> TandemError:
+    """What a client may know of a failure: a bug becomes an id that is also in the log."""
+    if isinstance(error, TandemError):
+        return error
+    incident = secrets.token_hex(6)
+    log.error("incident %s: a request failed with a bug", incident, exc_info=error)
+    return InternalError(f"internal error, incident {incident}; the router's log has the details")
