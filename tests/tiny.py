@@ -1,0 +1,158 @@
+"""Tiny random models on disk, and what plain transformers makes of them: shared by all tests.
+
+This file owns the folders that tests hand to ``model.path`` (config, weights, tokenizer with a
+chat template, generation config) and the reference answers to compare with. It must never reach
+the network. A folder is written once by ``tiny_llama`` and only read afterwards.
+
+The tokenizer is byte-level: ids 0-3 are special, 4-259 the bytes, the rest two-letter merges. A
+random model therefore emits broken UTF-8 now and then, as a good detokenizer test needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+PAD, BOS, EOS, END_OF_TURN = 0, 1, 2, 3
+SPECIAL = ("<pad>", "<s>", "</s>", "<|end|>")
+CHAT_TEMPLATE = (
+    "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+MIN_VOCAB = len(SPECIAL) + 256
+
+
+def tiny_llama(
+    folder: Path,
+    *,
+    vocab: int = 320,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    max_position_embeddings: int = 512,
+) -> Path:
+    """Write a random llama of this shape with a working tokenizer; returns ``folder``."""
+    return tiny_model(
+        folder,
+        "llama",
+        vocab=vocab,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        seed=seed,
+        max_position_embeddings=max_position_embeddings,
+    )
+
+
+def tiny_model(
+    folder: Path,
+    family: str,
+    *,
+    vocab: int = 320,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    max_position_embeddings: int = 512,
+    **more: object,
+) -> Path:
+    """Write a random model of any transformers ``model_type``; ``more`` goes into its config."""
+    if vocab < MIN_VOCAB:
+        raise ValueError(f"a byte-level vocabulary needs at least {MIN_VOCAB} ids, not {vocab}")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, object] = {
+        "vocab_size": vocab,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": max_position_embeddings,
+        # Wide weights: a narrow start makes all logits equal and every comparison a near tie.
+        "initializer_range": 0.25,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model(family, **(settings | more))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS, eos_token_id=[EOS, END_OF_TURN], pad_token_id=PAD
+    )
+    model.save_pretrained(folder)
+    _write_tokenizer(folder, vocab, max_position_embeddings)
+    return folder
+
+
+def _write_tokenizer(folder: Path, vocab: int, max_len: int) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    merges: list[tuple[str, str]] = []
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    pairs = ((a, b) for a in letters for b in letters)
+    while len(ids) < vocab and (pair := next(pairs, None)) is not None:
+        ids[pair[0] + pair[1]] = len(ids)
+        merges.append(pair)
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": SPECIAL[PAD],
+        "bos_token": SPECIAL[BOS],
+        "eos_token": SPECIAL[EOS],
+        "model_max_length": max_len,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2))
+
+
+@lru_cache(maxsize=4)
+def _reference(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def reference_generate(
+    folder: Path, prompt_ids: Sequence[int], max_new: int, *, ignore_eos: bool = True
+) -> list[int]:
+    """Greedy continuation by transformers' own ``generate``: the new tokens only.
+
+    With ``ignore_eos`` exactly ``max_new`` of them; else an end token, if any, is the last.
+    """
+    model = _reference(folder)
+    ends = None if ignore_eos else model.generation_config.eos_token_id
+    settings = GenerationConfig(
+        max_new_tokens=max_new, do_sample=False, eos_token_id=ends, pad_token_id=PAD
+    )
+    if ignore_eos:
+        settings.min_new_tokens = max_new
+    ids = torch.tensor([list(prompt_ids)])
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return out[0, len(prompt_ids) :].tolist()
+
+
+def reference_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """Logits of one plain forward pass over ``ids``: ``[len(ids), vocab]``, float32."""
+    with torch.inference_mode():
+        return _reference(folder)(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
