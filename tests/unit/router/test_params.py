@@ -1,0 +1,201 @@
+"""Every bound of every sampling field, the context arithmetic, and what is filled in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
+from router.params import (
+    MAX_STOPS,
+    Asked,
+    Intake,
+    ModelLimits,
+    chat_role,
+    check_request_id,
+    check_text,
+)
+
+CONTEXT = 100
+VOCAB = 50
+
+
+def intake(room_tokens: int | None = None) -> Intake:
+    return Intake(
+        ModelLimits("tiny", VOCAB, CONTEXT, room_tokens),
+        draw_seed=lambda: 77,
+        draw_id=lambda: "drawn",
+        request_timeout_s=600,
+    )
+
+
+def test_what_is_left_out_gets_the_documented_defaults():
+    request = intake().request(Asked(), [1, 2, 3])
+    assert request.request_id == "drawn"
+    assert request.sampling.max_tokens == CONTEXT - 3
+    assert request.sampling.temperature == 1.0
+    assert request.sampling.top_p == 1.0
+    assert request.sampling.top_k == 0
+    assert request.sampling.seed == 77
+    assert request.deadline_s == 600
+    assert request.skip_special_tokens
+    assert not request.sampling.ignore_eos
+
+
+def test_what_is_given_is_kept():
+    asked = Asked(
+        max_tokens=5,
+        temperature=0.25,
+        top_p=0.5,
+        top_k=7,
+        seed=11,
+        stop=("x", "yy"),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        priority=-3,
+        request_id="mine",
+        deadline_s=2.5,
+    )
+    request = intake().request(asked, [4, 5])
+    assert request.prompt == (4, 5)
+    assert request.request_id == "mine"
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.25, 0.5)
+    assert (request.sampling.max_tokens, request.sampling.top_k, request.sampling.seed) == (5, 7, 11)
+    assert request.stop == ("x", "yy")
+    assert request.include_stop_str_in_output and request.sampling.ignore_eos
+    assert not request.skip_special_tokens
+    assert request.priority == -3
+    assert request.deadline_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (Asked(max_tokens=0), "max_tokens"),
+        (Asked(max_tokens=-1), "max_tokens"),
+        (Asked(max_tokens=-1, max_tokens_field="max_completion_tokens"), "max_completion_tokens"),
+        (Asked(temperature=math.nan), "temperature"),
+        (Asked(temperature=math.inf), "temperature"),
+        (Asked(temperature=-0.1), "temperature"),
+        (Asked(temperature=2.01), "temperature"),
+        (Asked(top_p=0.0), "top_p"),
+        (Asked(top_p=1.01), "top_p"),
+        (Asked(top_p=math.nan), "top_p"),
+        (Asked(top_k=-2), "top_k"),
+        (Asked(seed=1 << 63), "seed"),
+        (Asked(seed=-(1 << 63) - 1), "seed"),
+        (Asked(priority=1 << 31), "priority"),
+        (Asked(request_id=""), "request_id"),
+        (Asked(request_id="two words"), "request_id"),
+        (Asked(request_id="line\nbreak"), "request_id"),
+        (Asked(request_id="x" * 129), "request_id"),
+        (Asked(stop=("",)), "stop"),
+        (Asked(stop=("\ud800",)), "stop"),
+        (Asked(stop=("x" * 2000,)), "stop"),
+        (Asked(stop=tuple(f"s{i}" for i in range(MAX_STOPS + 1))), "stop"),
+    ],
+)
+def test_a_wrong_value_names_its_field(asked: Asked, field: str):
+    with pytest.raises(InvalidArgument) as caught:
+        intake().request(asked, [1])
+    assert caught.value.field == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(temperature=0.0),
+        Asked(temperature=2.0),
+        Asked(top_p=1e-9),
+        Asked(top_k=-1),
+        Asked(top_k=0),
+        Asked(seed=-(1 << 63)),
+        Asked(seed=(1 << 63) - 1),
+        Asked(stop=tuple(f"s{i}" for i in range(MAX_STOPS))),
+        Asked(max_tokens=CONTEXT - 1),
+    ],
+)
+def test_the_bounds_themselves_are_allowed(asked: Asked):
+    assert intake().request(asked, [1]).prompt == (1,)
+
+
+def test_prompts_must_hold_tokens_of_the_vocabulary():
+    for wrong in ([], [VOCAB], [-1], [0, 3, VOCAB]):
+        with pytest.raises(InvalidArgument) as caught:
+            intake().request(Asked(), wrong, "prompt[1]")
+        assert caught.value.field == "prompt[1]"
+    assert intake().request(Asked(), [0, VOCAB - 1]).prompt == (0, VOCAB - 1)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
+    for n_prompt in (CONTEXT, CONTEXT + 1):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            intake().request(Asked(), [1] * n_prompt)
+        assert str(n_prompt) in caught.value.message and str(CONTEXT) in caught.value.message
+
+
+def test_an_answer_beyond_the_context_is_refused_with_the_numbers():
+    with pytest.raises(ContextLengthExceeded) as caught:
+        intake().request(Asked(max_tokens=71), [1] * 30)
+    for number in ("30", "71", "101", "100"):
+        assert number in caught.value.message
+    assert caught.value.field == "max_tokens"
+    assert intake().request(Asked(max_tokens=70), [1] * 30).sampling.max_tokens == 70
+
+
+def test_the_default_answer_fits_the_largest_worker():
+    assert intake(room_tokens=40).request(Asked(), [1] * 30).sampling.max_tokens == 10
+    # A given count is not bent: the dispatcher refuses it with the workers' numbers.
+    assert intake(room_tokens=40).request(Asked(max_tokens=60), [1]).sampling.max_tokens == 60
+    assert intake(room_tokens=40).request(Asked(), [1] * 50).sampling.max_tokens == 1
+
+
+@given(
+    n_prompt=st.integers(1, CONTEXT - 1),
+    room=st.none() | st.integers(1, 2 * CONTEXT),
+    asked=st.none() | st.integers(1, 2 * CONTEXT),
+)
+def test_no_accepted_request_overflows_the_context(n_prompt: int, room: int | None, asked):
+    try:
+        request = intake(room).request(Asked(max_tokens=asked), [1] * n_prompt)
+    except ContextLengthExceeded:
+        assert asked is not None and n_prompt + asked > CONTEXT
+        return
+    assert 1 <= request.sampling.max_tokens <= CONTEXT - n_prompt
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy_and_top_k_of_all_is_off():
+    request = intake().request(Asked(temperature=1e-300, top_k=VOCAB, seed=-1), [1])
+    assert request.sampling.temperature == 0.0
+    assert request.sampling.top_k == 0
+    assert 0 <= request.sampling.seed < 1 << 63
+
+
+def test_a_deadline_may_shorten_the_configured_one_only():
+    assert intake().request(Asked(deadline_s=9999), [1]).deadline_s == 600
+    assert intake().request(Asked(deadline_s=1), [1]).deadline_s == 1
+
+
+def test_models():
+    intake().check_model("tiny")
+    intake().check_model(None)
+    intake().check_model("")
+    with pytest.raises(ModelNotFound) as caught:
+        intake().check_model("huge")
+    assert "huge" in caught.value.message and "tiny" in caught.value.message
+
+
+def test_texts_roles_and_ids():
+    check_text("é", "prompt")
+    for wrong in ("", "a\udfffb"):
+        with pytest.raises(InvalidArgument):
+            check_text(wrong, "prompt")
+    assert chat_role("developer", "r") == "system"
+    for role in ("tool", "USER", None, 3, ["user"]):
+        with pytest.raises(InvalidArgument):
+            chat_role(role, "messages[0].role")
+    check_request_id("a-b.c:d/1")
