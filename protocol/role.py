@@ -14,12 +14,78 @@ Life of a role object:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
-from protocol.errors import ErrorInfo
+from protocol.errors import ConfigError, ContextLengthExceeded, ErrorInfo, InvalidArgument
 from protocol.events import Effect, Event
 from protocol.step import StepPlan, StepResult
-from protocol.types import WorkerLoad
+from protocol.types import Ticket, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """Everything that a role must be told about its worker. Sizes in bytes, times in seconds."""
+
+    page_size: int  # tokens
+    page_bytes: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    min_prefill_tokens: int = 64
+    chunked_prefill: bool = True
+    eos_token_ids: tuple[int, ...] = ()
+    window: int = 8  # segments of one ticket announced and not yet received
+    max_segment_bytes: int = 16 << 20  # so that windows and link deadlines mean something
+    lease_s: float = 10.0
+    link_op_s: float = 4.0
+    heartbeat_s: float = 1.0
+    max_waiting: int = 1024  # tickets without pages; the next one is refused
+    max_parked: int = 256  # early offers per peer
+    remembered: int = 4096  # finished requests whose late events are recognised
+    retry_after_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """``ConfigError`` if a full step of decodes would leave prompts nothing."""
+        need = self.max_num_seqs + self.min_prefill_tokens
+        if self.max_num_batched_tokens < need:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is smaller than "
+                f"max_num_seqs {self.max_num_seqs} + min_prefill_tokens {self.min_prefill_tokens} "
+                f"= {need}"
+            )
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that hold ``n_tokens`` positions."""
+        return -(-n_tokens // self.page_size)
+
+    def refusal(self, ticket: Ticket) -> ErrorInfo | None:
+        """Why no worker of this model could serve the ticket, or None."""
+        if not ticket.tokens:
+            return InvalidArgument("the prompt is empty", field="prompt").info()
+        if not 1 <= ticket.n_prompt <= len(ticket.tokens):
+            return InvalidArgument(
+                f"n_prompt {ticket.n_prompt} of a ticket with {len(ticket.tokens)} tokens"
+            ).info()
+        if ticket.n_choices != 1:
+            return InvalidArgument(
+                f"{ticket.n_choices} choices; only 1 is served", field="n"
+            ).info()
+        if len(ticket.tokens) - ticket.n_prompt >= ticket.sampling.max_tokens:
+            return InvalidArgument(
+                f"max_tokens {ticket.sampling.max_tokens} leaves nothing to generate",
+                field="max_tokens",
+            ).info()
+        if not isfinite(ticket.order_key) or not isfinite(ticket.remaining_s):
+            return InvalidArgument("order_key and remaining_s must be finite").info()
+        if ticket.n_tokens_reserved > self.max_model_len:
+            return ContextLengthExceeded(
+                f"the prompt has {ticket.n_prompt} tokens and max_tokens is "
+                f"{ticket.sampling.max_tokens}: together {ticket.n_tokens_reserved}, and this "
+                f"model's context holds {self.max_model_len}"
+            ).info()
+        return None
 
 
 class WorkerRole(Protocol):

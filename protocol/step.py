@@ -7,11 +7,14 @@ and the order keys that both worker kinds share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import ErrorInfo
-from protocol.types import SamplingParams, TicketId
+from protocol.errors import ErrorInfo, InternalError
+from protocol.types import SamplingParams, Ticket, TicketId
+
+MAX_OVERTAKES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,96 @@ class StepResult:
     tokens: Mapping[TicketId, tuple[int, ...]]
     failed: Mapping[TicketId, ErrorInfo] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def prefill_share(budget: int, n_decodes: int, min_prefill_tokens: int) -> int:
+    """Tokens of a step that waiting prompts may use: what the decodes leave, and never less than
+    ``min_prefill_tokens``. The config refuses a budget in which both could not fit."""
+    return max(budget - n_decodes, min_prefill_tokens)
+
+
+class UrgencyQueue:
+    """Waiting tickets: lower priority first, then smaller order key, then earlier arrival.
+
+    Nobody is passed over for ever. Whoever takes from the queue says ``served`` after every
+    decision; when a decision served somebody but not the oldest ticket, the oldest was overtaken,
+    and after ``max_overtakes`` times in a row it comes first. Bound: a ticket with ``k`` older
+    ones ahead of it that need ``c`` decisions together is served, the next time anybody is, after
+    at most ``(max_overtakes + 1) * (c + 1)`` decisions; urgent traffic keeps the share
+    ``max_overtakes / (max_overtakes + 1)`` however long the queue is.
+
+    Adding and removing cost a binary search and a move of a short list; nothing grows with the
+    tickets served.
+    """
+
+    def __init__(self, max_overtakes: int = MAX_OVERTAKES) -> None:
+        self._max_overtakes = max_overtakes
+        self._by_urgency: list[tuple[int, float, int, TicketId]] = []
+        self._by_arrival: list[tuple[int, TicketId]] = []
+        self._keys: dict[TicketId, tuple[int, float, int, TicketId]] = {}
+        self._arrivals = 0
+        self._overtakes = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, ticket_id: TicketId) -> bool:
+        return ticket_id in self._keys
+
+    def add(self, ticket: Ticket, arrival: int | None = None) -> int:
+        """Let a ticket in; returns its arrival number, with which it may come back later."""
+        if ticket.id in self._keys:
+            raise InternalError(f"{ticket.id} waits already")
+        if arrival is None:
+            arrival = self._arrivals
+            self._arrivals += 1
+        key = (ticket.priority, ticket.order_key, arrival, ticket.id)
+        self._keys[ticket.id] = key
+        insort(self._by_urgency, key)
+        insort(self._by_arrival, (arrival, ticket.id))
+        if self._by_arrival[0][1] == ticket.id:
+            self._overtakes = 0
+        return arrival
+
+    def remove(self, ticket_id: TicketId) -> bool:
+        """Take a ticket out; False if it was not in."""
+        key = self._keys.pop(ticket_id, None)
+        if key is None:
+            return False
+        del self._by_urgency[bisect_left(self._by_urgency, key)]
+        place = bisect_left(self._by_arrival, (key[2], ticket_id))
+        del self._by_arrival[place]
+        if place == 0:
+            self._overtakes = 0
+        return True
+
+    @property
+    def aged(self) -> TicketId | None:
+        """The oldest ticket, if it was overtaken often enough to come first now."""
+        if self._by_arrival and self._overtakes >= self._max_overtakes:
+            return self._by_arrival[0][1]
+        return None
+
+    def in_order(self) -> list[TicketId]:
+        """All tickets, most urgent first, an aged one before everybody."""
+        order = [key[3] for key in self._by_urgency]
+        aged = self.aged
+        if aged is not None:
+            order.remove(aged)
+            order.insert(0, aged)
+        return order
+
+    def ahead_of(self, ticket_id: TicketId) -> int:
+        """How many waiting tickets are more urgent."""
+        return bisect_left(self._by_urgency, self._keys[ticket_id])
+
+    def served(self, ticket_ids: Collection[TicketId]) -> None:
+        """A decision was made that served these. Call it before they are removed."""
+        if not ticket_ids or not self._by_arrival:
+            return
+        oldest = self._by_arrival[0][1]
+        self._overtakes = 0 if oldest in ticket_ids else self._overtakes + 1
+
+    def reasons(self, reason: str) -> dict[TicketId, str]:
+        """The same reason for everybody who waits (one dictionary copy, no hashing)."""
+        return dict.fromkeys(self._keys, reason)
