@@ -1,0 +1,62 @@
+"""The ``tandem`` command: registers one verb per file and turns failures into exit codes.
+
+This file owns the exit codes (0 good, 1 failed, 2 usage, 130 interrupted) and the one-sentence
+form of every error. Verb files import nothing heavy at module level, so that ``--help`` answers
+at once; stdout is data, stderr is progress.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from cluster.cli import bench, chat, config, demo, down, generate, model, serve, status
+from protocol.errors import TandemError
+
+app = typer.Typer(
+    help="An LLM server that never freezes a user's stream.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve.serve)
+app.command("down")(down.down)
+app.command("status")(status.status)
+app.command("chat")(chat.chat)
+app.command("generate")(generate.generate)
+app.command("demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
+app.add_typer(config.app, name="config")
+app.add_typer(model.app, name="model")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name="tandem", standalone_mode=False)
+    except click.exceptions.Exit as e:
+        return e.exit_code
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        typer.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        return 1
+    except TandemError as e:
+        typer.echo(f"error: {e.message}", err=True)
+        return e.exit_code
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    main()

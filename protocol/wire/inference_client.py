@@ -1,0 +1,89 @@
+"""A typed client of ``tandem.v1.Inference``, for the command line and the benchmarks.
+
+Owns one gRPC channel to a router. It takes plain values, gives ``Delta`` and ``Complete``, and
+raises ``TandemError``; it never retries, so what a caller measures is one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from protocol.types import Complete, Delta
+from protocol.wire import inference_pb2 as pb
+from protocol.wire.channel import aio_channel, from_rpc_error
+from protocol.wire.convert_front import decode_answer
+from protocol.wire.inference_pb2_grpc import InferenceStub
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """What to ask for. Exactly one of ``text``, ``messages`` and ``token_ids`` is set.
+
+    ``messages`` are (role, content) pairs. None leaves a value to the server's default.
+    """
+
+    text: str | None = None
+    messages: Sequence[tuple[str, str]] | None = None
+    token_ids: Sequence[int] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def to_wire(self) -> pb.GenerateRequest:
+        """This call as protobuf; unset optional fields stay unset."""
+        optional = {
+            name: value
+            for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "text")
+            if (value := getattr(self, name)) is not None
+        }
+        request = pb.GenerateRequest(stop=self.stop, ignore_eos=self.ignore_eos, **optional)
+        if self.messages is not None:
+            request.chat.messages.extend(
+                pb.ChatMessage(role=role, content=content) for role, content in self.messages
+            )
+        if self.token_ids is not None:
+            request.token_ids.ids.extend(self.token_ids)
+        return request
+
+
+class InferenceClient:
+    """One channel to one router's gRPC address. Use as an async context manager."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> InferenceClient:
+        self._channel = aio_channel(self.endpoint)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def generate(
+        self, call: GenerateCall, timeout_s: float | None = None
+    ) -> AsyncGenerator[Delta | Complete, None]:
+        """Pieces of the answer in order, then its end. Closing the generator cancels the request.
+
+        Raises the ``TandemError`` that the server reports.
+        """
+        if self._channel is None:
+            raise RuntimeError("InferenceClient is used outside of its context")
+        stream = InferenceStub(self._channel).Generate(call.to_wire(), timeout=timeout_s)
+        try:
+            async for message in stream:
+                yield decode_answer(message)
+        except grpc.RpcError as e:
+            raise from_rpc_error(e) from None
+        finally:
+            stream.cancel()
