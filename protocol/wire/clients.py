@@ -1,0 +1,345 @@
+"""Typed clients of Tandem's own services: they take and give the dataclasses of ``protocol``.
+
+Owns one channel per client and nothing else; knows no policy, no retry, no reconnection: a
+client that has ended is thrown away and a new one is made. Protobuf and grpc stop here.
+
+Life of a stream client, on one event loop: construct -> ``await connect()`` -> ``send_nowait``
+from any thread and ``async for message in messages()`` by one coroutine -> ``await close()``.
+However the stream ends, ``messages()`` raises a ``TandemError`` with the cause; only a ``close``
+of our own ends it quietly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protocol.agreement import check_agreement
+from protocol.config import TimingConfig
+from protocol.errors import TandemError, Unavailable
+from protocol.messages import (
+    Hello,
+    ReceiverToSender,
+    RouterHeartbeat,
+    RouterToWorker,
+    SenderToReceiver,
+    WorkerToRouter,
+)
+from protocol.status import ClusterStatus
+from protocol.types import Peer
+from protocol.wire import (
+    admin_pb2,
+    admin_pb2_grpc,
+    session_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
+from protocol.wire.channel import aio_channel, blocking_channel, from_rpc_error, token_metadata
+from protocol.wire.convert import (
+    RECEIVER_FRAMES,
+    ROUTER_FRAMES,
+    SENDER_FRAMES,
+    WORKER_FRAMES,
+    FrameCodec,
+)
+from protocol.wire.convert_front import decode_status
+from protocol.wire.stream import Duplex
+
+ROUTER_ID_KEY = "tandem-router-id"
+ACCEPTED_KEY = "tandem-accepted"  # the server's initial metadata once it has taken the call
+CONNECT_S = 4.0
+
+
+class _StreamCall:
+    """A channel, one streaming call on it and the task that writes it."""
+
+    def __init__(self, endpoint: str, timing: TimingConfig, connect_s: float) -> None:
+        self.endpoint = endpoint
+        self._connect_s = connect_s
+        self._channel = aio_channel(endpoint, timing)
+        self._call: Any = None
+        self._duplex: Duplex | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._closing = False
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        return self._channel
+
+    async def open(self, call: Any, outgoing: FrameCodec, incoming: FrameCodec) -> Duplex:
+        """Wait for the server's answer to a call just started; raises its refusal."""
+        self._call = call
+        try:
+            async with asyncio.timeout(self._connect_s):
+                accepted = await call.initial_metadata()
+                if ACCEPTED_KEY not in dict(accepted or ()):
+                    await call.read()  # refused: raises why
+                    raise Unavailable(f"{self.endpoint}: not a Tandem worker")
+        except TimeoutError:
+            await self.close()
+            raise Unavailable(f"{self.endpoint}: no answer in {self._connect_s} s") from None
+        except grpc.aio.AioRpcError as error:
+            await self.close()
+            raise from_rpc_error(error) from error
+        except Unavailable:
+            await self.close()
+            raise
+        self._duplex = Duplex(call, outgoing, incoming)
+        self._tasks.append(asyncio.create_task(self._write(self._duplex)))
+        return self._duplex
+
+    def every(self, seconds: float, duplex: Duplex, message: Any) -> None:
+        """Send ``message`` every ``seconds`` while the stream lives."""
+
+        async def beat() -> None:
+            while duplex.closed is None:
+                duplex.send(message)
+                await asyncio.sleep(seconds)
+
+        self._tasks.append(asyncio.create_task(beat()))
+
+    async def _write(self, duplex: Duplex) -> None:
+        try:
+            await duplex.write_all()
+        except TandemError as error:
+            duplex.close(error)
+            self._call.cancel()  # wakes the reader, which reports the cause
+
+    async def messages(self, duplex: Duplex) -> AsyncIterator[Any]:
+        """Every message until the stream ends; raises why, unless we closed it ourselves."""
+        cause: TandemError = Unavailable(f"{self.endpoint} has ended the stream")
+        while True:
+            try:
+                message = await duplex.read()
+            except TandemError as error:
+                cause = duplex.closed or error
+                break
+            except asyncio.CancelledError:
+                if duplex.closed is None:
+                    raise  # our caller's own end, not the call's
+                cause = duplex.closed
+                break
+            if message is None:
+                break
+            yield message
+        if self._closing:
+            return
+        duplex.close(cause)
+        raise cause
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._duplex is not None:
+            self._duplex.close(Unavailable("closed here"))
+        if self._call is not None:
+            self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        await self._channel.close()
+
+
+class SessionClient:
+    """A router's Session with one worker. Sends the router's heartbeat by itself."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        router_id: str,
+        secret: str = "",
+        *,
+        timing: TimingConfig | None = None,
+        connect_s: float = CONNECT_S,
+    ) -> None:
+        self._timing = timing or TimingConfig()
+        self._metadata = (*token_metadata(secret), (ROUTER_ID_KEY, router_id))
+        self._stream = _StreamCall(endpoint, self._timing, connect_s)
+        self._duplex: Duplex | None = None
+
+    async def connect(self) -> None:
+        """Open the stream. Raises ``Unavailable``, ``Unauthenticated`` or the worker's refusal."""
+        stub = session_pb2_grpc.SessionStub(self._stream.channel)
+        call = stub.Stream(metadata=self._metadata)
+        self._duplex = await self._stream.open(call, ROUTER_FRAMES, WORKER_FRAMES)
+        self._stream.every(self._timing.heartbeat_s, self._duplex, RouterHeartbeat())
+
+    def send_nowait(self, message: RouterToWorker) -> None:
+        """Queue a message; any thread. Ignored after the stream's end, which ``messages`` tells."""
+        self._live().send(message)
+
+    def messages(self) -> AsyncIterator[WorkerToRouter]:
+        """What the worker says, in order. Raises the cause when the stream ends."""
+        return self._stream.messages(self._live())
+
+    async def close(self) -> None:
+        """End the stream and the channel. May be called twice."""
+        await self._stream.close()
+
+    def _live(self) -> Duplex:
+        if self._duplex is None:
+            raise Unavailable("the session is not connected")
+        return self._duplex
+
+
+class TransferClient:
+    """A sending worker's Transfer stream to one receiving worker."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        me: Hello,
+        secret: str = "",
+        *,
+        expect: Peer | None = None,
+        timing: TimingConfig | None = None,
+        connect_s: float = CONNECT_S,
+    ) -> None:
+        """``expect``: refuse a worker at that address with another id or incarnation."""
+        self._me = me
+        self._expect = expect
+        self._metadata = token_metadata(secret)
+        self._connect_s = connect_s
+        self._stream = _StreamCall(endpoint, timing or TimingConfig(), connect_s)
+        self._duplex: Duplex | None = None
+
+    async def connect(self) -> Hello:
+        """Open the stream and exchange Hellos; returns the receiver's.
+
+        Raises ``PeerMismatch`` with both values when the two cannot exchange pages,
+        ``Unavailable`` when nobody, or another incarnation than expected, answers.
+        """
+        stub = transfer_pb2_grpc.TransferStub(self._stream.channel)
+        call = stub.Stream(metadata=self._metadata)
+        duplex = await self._stream.open(call, SENDER_FRAMES, RECEIVER_FRAMES)
+        try:
+            duplex.send(self._me)
+            async with asyncio.timeout(self._connect_s):
+                answer = await duplex.read()
+            if not isinstance(answer, Hello):
+                raise Unavailable(f"{self._stream.endpoint}: did not answer the Hello")
+            check_agreement(self._me, answer)
+            self._check_identity(answer)
+        except TimeoutError:
+            await self.close()
+            raise Unavailable(f"{self._stream.endpoint}: no answer to the Hello") from None
+        except TandemError:
+            await self.close()
+            raise
+        self._duplex = duplex
+        return answer
+
+    def _check_identity(self, answer: Hello) -> None:
+        want = self._expect
+        if want is None or (want.worker_id, want.incarnation) == (
+            answer.worker_id,
+            answer.incarnation,
+        ):
+            return
+        raise Unavailable(
+            f"{self._stream.endpoint}: expected {want.worker_id} ({want.incarnation}), found "
+            f"{answer.worker_id} ({answer.incarnation}): it was restarted"
+        )
+
+    def send_nowait(self, message: SenderToReceiver) -> None:
+        """Queue a message; any thread. Ignored after the stream's end, which ``messages`` tells."""
+        self._live().send(message)
+
+    def messages(self) -> AsyncIterator[ReceiverToSender]:
+        """What the receiver says, in order. Raises the cause when the stream ends."""
+        return self._stream.messages(self._live())
+
+    async def close(self) -> None:
+        """End the stream and the channel. May be called twice."""
+        await self._stream.close()
+
+    def _live(self) -> Duplex:
+        if self._duplex is None:
+            raise Unavailable("the transfer stream is not connected")
+        return self._duplex
+
+
+class StoreClient:
+    """The rendezvous map of one link at its receiver; blocking, for link threads."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        link: str,
+        secret: str = "",
+        *,
+        timing: TimingConfig | None = None,
+        call_s: float = CONNECT_S,
+    ) -> None:
+        """``call_s``: deadline of one call, on top of the time that a ``get`` may wait."""
+        self._link = link
+        self._call_s = call_s
+        self._metadata = token_metadata(secret)
+        self._channel = blocking_channel(endpoint, timing)
+        self._stub = transfer_pb2_grpc.TransferStub(self._channel)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leave a value. Raises ``WrongState`` when the receiver has not opened the link."""
+        request = transfer_pb2.StoreSetRequest(link=self._link, key=key, value=value)
+        self._do(self._stub.StoreSet, request)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """A value, or None when nobody left it within ``timeout_s``."""
+        request = transfer_pb2.StoreGetRequest(link=self._link, key=key, timeout_s=timeout_s)
+        answer = self._do(self._stub.StoreGet, request, timeout_s)
+        return bytes(answer.value) if answer.HasField("value") else None
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether every key is there now."""
+        request = transfer_pb2.StoreCheckRequest(link=self._link, keys=keys)
+        return bool(self._do(self._stub.StoreCheck, request).present)
+
+    def delete(self, key: str) -> bool:
+        """Remove a value; whether it was there."""
+        request = transfer_pb2.StoreDeleteRequest(link=self._link, key=key)
+        return bool(self._do(self._stub.StoreDelete, request).deleted)
+
+    def close(self) -> None:
+        """End the channel; calls that still wait fail."""
+        self._channel.close()
+
+    def _do(self, method: Any, request: Any, wait_s: float = 0.0) -> Any:
+        try:
+            return method(request, timeout=self._call_s + wait_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        except ValueError as error:  # grpc's answer to a call on a closed channel
+            raise Unavailable("the rendezvous channel is closed") from error
+
+
+class AdminClient:
+    """The Admin service for the command line; blocking."""
+
+    def __init__(self, endpoint: str, secret: str = "", *, call_s: float = 10.0) -> None:
+        self._endpoint = endpoint
+        self._call_s = call_s
+        self._metadata = token_metadata(secret)
+        self._channel = blocking_channel(endpoint)
+        self._stub = admin_pb2_grpc.AdminStub(self._channel)
+
+    def status(self) -> ClusterStatus:
+        """The state of the cluster. Raises ``Unavailable`` when nobody answers there."""
+        return decode_status(self._do(self._stub.Status, admin_pb2.StatusRequest()))
+
+    def shutdown(self, cause: str) -> None:
+        """Ask the cluster to end; returns when it has agreed."""
+        self._do(self._stub.Shutdown, admin_pb2.ShutdownRequest(cause=cause))
+
+    def close(self) -> None:
+        """End the channel."""
+        self._channel.close()
+
+    def _do(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._call_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
