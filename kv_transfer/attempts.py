@@ -34,11 +34,9 @@ class Attempts:
     def standing(self, ticket_id: TicketId) -> Standing:
         """What this ticket is to this worker; changes nothing."""
         live = self._live.get(ticket_id.request_id)
-        known = live if live is not None else self._finished.get(ticket_id.request_id)
-        if known is None:
-            return Standing.NEW
+        known = max(live or 0, self._finished.get(ticket_id.request_id, 0))
         if ticket_id.attempt > known:
-            return Standing.NEWER if live is not None else Standing.NEW
+            return Standing.NEW if live is None else Standing.NEWER
         return Standing.DUPLICATE if ticket_id.attempt == known else Standing.STALE
 
     def live_attempt(self, ticket_id: TicketId) -> TicketId | None:

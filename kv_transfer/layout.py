@@ -1,16 +1,13 @@
-"""How the KV of one ticket is cut into segments, and whether two workers can exchange pages.
+"""How the KV of one ticket is cut into segments.
 
-This file owns arithmetic only: pages per segment and the agreement of two ends on the shape of
-a page. Workers of unequal tensor-parallel degree, whose pages would be cut by head, are refused
-here with both values named.
+This file owns arithmetic only. Segments are announced and received one by one, so their size is
+what a window and the deadline of a link operation are worth. A page is never cut. (Whether two
+workers' pages have one shape is settled at connect, in ``protocol.agreement``.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
-from protocol.errors import PeerMismatch
-from protocol.messages import Hello
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +36,3 @@ class SegmentRule:
         if first_page >= end_page:
             return None
         return first_page, min(self.max_pages, end_page - first_page)
-
-
-AGREED = ("fingerprint", "geometry", "wire_dtype", "protocol_version")
-
-
-def check_agreement(mine: Hello, theirs: Hello) -> None:
-    """Raise ``PeerMismatch``, naming both values, unless pages of the two ends are the same.
-
-    Ids, endpoints and link epochs may differ; model, page shape, wire dtype and version may not.
-    """
-    for name in AGREED:
-        ours, other = getattr(mine, name), getattr(theirs, name)
-        if ours == other:
-            continue
-        if name == "geometry":
-            parts = [
-                f"{f.name} {getattr(ours, f.name)} and {getattr(other, f.name)}"
-                for f in fields(ours)
-                if getattr(ours, f.name) != getattr(other, f.name)
-            ]
-            raise PeerMismatch(
-                f"{mine.worker_id} and {theirs.worker_id} have different KV geometry: "
-                + ", ".join(parts)
-            )
-        raise PeerMismatch(
-            f"{mine.worker_id} and {theirs.worker_id} differ in {name}: {ours} and {other}"
-        )
