@@ -44,6 +44,10 @@ class Duplex:
         self._queue: deque[Any] = deque()
         self._waking = False
         self._closed: TandemError | None = None
+        self._drained = asyncio.Event()  # nothing queued, nothing being written
+        self._drained.set()
+        self.heard_at = self._loop.time()  # when a frame last came, by the loop's clock
+        self.frame: Any = None  # the frame that came last, also when it had no meaning
 
     @property
     def closed(self) -> TandemError | None:
@@ -92,7 +96,9 @@ class Duplex:
                 batch, self._queue = self._queue, deque()
                 closed = self._closed
             if closed is not None:
+                self._drained.set()
                 raise closed
+            self._drained.clear()
             for message in batch:
                 try:
                     await self._call.write(self._outgoing.encode(message))
@@ -100,6 +106,13 @@ class Duplex:
                     raise from_rpc_error(error) from error
                 except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                     raise Unavailable("the stream has ended") from error
+            self._drained.set()
+
+    async def flush(self) -> None:
+        """Wait until everything queued so far is written, or the stream is over."""
+        while self._closed is None and (self._queue or not self._drained.is_set()):
+            await asyncio.sleep(0)  # lets the writer take the queue
+            await self._drained.wait()
 
     async def read(self) -> Any | None:
         """The next message, or None when the other side has ended the stream in order.
@@ -107,6 +120,7 @@ class Duplex:
         Raises ``MalformedFrame`` for a frame without meaning (the stream goes on, if its reader
         wants), another ``TandemError`` when the stream broke.
         """
+        self.frame = None
         try:
             frame = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -115,4 +129,6 @@ class Duplex:
             raise MalformedFrame("bytes that are no frame") from error
         if frame is grpc.aio.EOF:
             return None
+        self.heard_at = self._loop.time()
+        self.frame = frame
         return self._incoming.decode(frame)
