@@ -79,7 +79,8 @@ class InferenceClient:
         """
         if self._channel is None:
             raise RuntimeError("InferenceClient is used outside of its context")
-        stream = InferenceStub(self._channel).Generate(call.to_wire(), timeout=timeout_s)
+        stub = InferenceStub(self._channel)
+        stream = stub.Generate(call.to_wire(), timeout=timeout_s)
         try:
             async for message in stream:
                 yield decode_answer(message)

@@ -1,0 +1,165 @@
+"""The interference figures: window rules, medians, the report's shape and its picture."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from cluster.bench.arms import default_config, make_arms, parse_budgets
+from cluster.bench.picture import page
+from cluster.bench.report import as_json, conclusion
+from cluster.bench.results import ArmResult, Run, Stream, Workload
+from cluster.bench.windows import (
+    MIN_GAPS_FOR_P99,
+    Gaps,
+    Marks,
+    median_gaps,
+    output_rate,
+    percentile,
+    sort_gaps,
+    summarize,
+)
+from protocol.errors import InvalidArgument
+from protocol.types import Mode
+
+MARKS = Marks(warm=1.0, submit=10.0, second=20.0)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "window", "gap_ms"),
+    [
+        ([2.0, 3.0], "before", 1000),
+        ([1.0, 2.0], "before", 1000),
+        ([9.0, 10.0], "before", 1000),  # ends at the submit: does not overlap
+        ([9.5, 10.5], "during", 1000),
+        ([9.0, 30.0], "during", 21000),  # overlaps everything: counts once, whole
+        ([19.5, 25.0], "during", 5500),
+        ([20.0, 21.0], "after", 1000),
+    ],
+)
+def test_a_gap_belongs_to_one_window(arrivals, window, gap_ms):
+    found = sort_gaps([arrivals], MARKS)
+    assert {k: v for k, v in found.items() if v} == {window: [pytest.approx(gap_ms)]}
+
+
+def test_gaps_that_began_before_all_chats_were_warm_belong_to_none():
+    assert not any(sort_gaps([[0.2, 0.8, 1.2]], MARKS).values())
+
+
+def test_every_later_gap_is_counted_exactly_once():
+    arrivals = [1.0 + 0.25 * i for i in range(120)]
+    found = sort_gaps([arrivals, arrivals], MARKS)
+    assert sum(len(v) for v in found.values()) == 2 * 119
+
+
+def test_percentile_interpolates_between_neighbours():
+    assert percentile([3, 1, 2], 50) == 2
+    assert percentile([0, 10], 99) == pytest.approx(9.9)
+    assert percentile([7], 99) == 7
+
+
+def test_p99_needs_enough_gaps():
+    assert summarize([1.0] * (MIN_GAPS_FOR_P99 - 1)).p99 is None
+    assert summarize([1.0] * MIN_GAPS_FOR_P99).p99 == 1.0
+    assert summarize([]) == Gaps(0, None, None, None)
+
+
+def test_medians_over_repeats_ignore_what_was_not_measured():
+    runs = [Gaps(3, 1.0, None, 5.0), Gaps(3, 3.0, 9.0, 7.0), Gaps(5, 2.0, None, 6.0)]
+    assert median_gaps(runs) == Gaps(3, 2.0, 9.0, 6.0)
+    assert median_gaps([Gaps(0, None, None, None)]) == Gaps(0, None, None, None)
+
+
+def test_rate_counts_only_the_measured_time():
+    assert output_rate([[0.5, 1.5, 2.0, 9.0]], MARKS, end=5.0) == pytest.approx(2 / 4)
+
+
+def a_run(freeze_s: float) -> Run:
+    """Two chats at 10 tokens/s that stop for ``freeze_s`` when a long prompt comes at 10 s."""
+    steady = [0.1 * i for i in range(100)]
+    second = 10.0 + freeze_s
+    chat = steady + [second + 0.1 * i for i in range(50)]
+    chats = tuple(Stream(f"chat {i}", 0.0, list(chat)) for i in (1, 2))
+    long = Stream("long <prompt>", 10.0, [second - 0.1, second])
+    return Run(chats, long, Marks(1.0, 10.0, second), end=second + 4.9)
+
+
+@pytest.fixture
+def results(tmp_path):
+    arms = make_arms(default_config(tmp_path), 2, (64, 256))
+    freezes = {"naive": (6.0, 8.0, 7.0), "disaggregated": (0.2, 0.2, 0.2)}
+    return [
+        ArmResult(arm, tuple(a_run(f) for f in freezes.get(arm.name, (1.0, 1.0, 1.0))))
+        for arm in arms
+    ]
+
+
+def test_arms_use_the_same_cores_in_different_ways(results):
+    by_name = {r.arm.name: r.arm for r in results}
+    assert list(by_name) == ["naive", "chunked-64", "chunked-256", "disaggregated"]
+    assert {sum(arm.threads_per_worker) for arm in by_name.values()} == {2}
+    assert by_name["naive"].config.chunked_prefill is False
+    assert by_name["chunked-64"].config.pools.decode.max_num_batched_tokens == 64
+    assert by_name["disaggregated"].config.mode is Mode.DISAGGREGATED
+    assert by_name["disaggregated"].workers == 2
+
+
+def test_bad_arms_are_refused_with_the_numbers(tmp_path):
+    with pytest.raises(InvalidArgument, match=r"budget 20 .* 16 .* 32"):
+        make_arms(default_config(tmp_path), 2, (20,))
+    with pytest.raises(InvalidArgument, match="cores 1"):
+        make_arms(default_config(tmp_path), 1, (64,))
+    with pytest.raises(InvalidArgument, match="'x' is not a whole number"):
+        parse_budgets("64,x")
+
+
+def test_report_has_the_documented_fields_and_medians(results):
+    report = json.loads(json.dumps(as_json(results, Workload())))
+    naive = report["arms"][0]
+    assert {"name", "budget", "workers", "threads", "long_ttft_ms", "output_tok_s"} <= set(naive)
+    assert naive["chat_itl_ms"]["during"]["max"] == pytest.approx(7100, abs=1)
+    assert naive["chat_itl_ms"]["before"] == {"p50": 100.0, "p99": None, "max": 100.0}
+    assert naive["long_ttft_ms"] == pytest.approx(6900, abs=1)
+    assert naive["longest_gap_ms_per_repeat"] == [6100.0, 8100.0, 7100.0]
+
+
+def test_conclusion_says_both_sides(results):
+    text = " ".join(conclusion(results))
+    assert "7100 ms naive, 300 ms disaggregated (23.7 x)" in text
+    assert "best budget here (64)" in text
+
+
+class Outline(HTMLParser):
+    """Checks that tags nest and collects the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "rect", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("meta", "rect", "path"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_picture_is_one_well_formed_file_with_a_tick_per_token(results):
+    report = as_json(results, Workload())
+    document = page(results, report, conclusion(results), "tandem bench interference")
+    outline = Outline()
+    outline.feed(document)
+    assert not outline.open
+    assert "long <prompt>" in outline.text  # escaped in the source
+    assert not re.search(r"(src|href)=|https?://", document)
+    rows = re.findall(r"<path d='([^']*)' stroke='var\(--(chat|long)\)'", document)
+    assert len(rows) == len(results) * 3
+    shown = sum(1 for t in results[0].typical_run().chats[0].arrivals if t >= 1.0)
+    assert rows[0][0].count("M") == shown
+    embedded = re.search(r"id='report'>(.*?)</script>", document, re.S)
+    assert json.loads(embedded[1]) == report
