@@ -117,6 +117,9 @@ class TimingConfig(Section):
     cancel_ms: float = Field(100, gt=0)
     drain_s: float = Field(120, gt=0)
     request_timeout_s: float = Field(600, gt=0)
+    stuck_step_s: float = Field(
+        120, gt=0, description="A step that runs longer: its worker made no progress and is lost."
+    )
     start_s: float = Field(300, gt=0, description="Longest wait for a worker to become ready.")
 
 

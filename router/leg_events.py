@@ -98,6 +98,13 @@ class ReaderStuck:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """The router itself cannot go on with this request: it shuts down, or it has a bug."""
+
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
 class SettleDue:
     """The short timer of ``Settle`` ran out."""
 
@@ -119,6 +126,7 @@ Event = (
     | ClientGone
     | DeadlinePassed
     | ReaderStuck
+    | Broken
     | SettleDue
     | LingerOver
 )

@@ -36,6 +36,7 @@ from protocol.errors import (
 )
 from protocol.types import FinishReason, Outcome, StageTiming, Ticket
 from router.leg_events import (
+    Broken,
     CancelLeg,
     ClientGone,
     Count,
@@ -293,46 +294,30 @@ def _done_running(legs: Legs, event: Event) -> Step:
     return over[0], [*over[1], Count("sender_failed_after_commit")]
 
 
-def _done_judging(legs: Legs, event: Event) -> Step:
-    assert isinstance(event, LegDone)
-    return _over(legs, event.side, event.timings)
+def _leg_over(legs: Legs, event: Event) -> Step:
+    """The answer, or its failure, is decided already: only the leg's state changes."""
+    assert isinstance(event, LegDone | WorkerLost)
+    return _over(legs, event.side, event.timings if isinstance(event, LegDone) else ())
 
 
-def _done_settling(legs: Legs, event: Event) -> Step:
-    assert isinstance(event, LegDone)
-    over = _over(legs, event.side, event.timings)
+def _leg_over_settling(legs: Legs, event: Event) -> Step:
+    over = _leg_over(legs, event)
     return _then(over, _complete) if over[0].legs_over else over
 
 
-def _sender_was_lost(legs: Legs, event: Event) -> Step:
-    assert isinstance(event, SenderWasLost)
+def _fail_with_cause(legs: Legs, event: Event) -> Step:
+    assert isinstance(event, SenderWasLost | Broken)
     return _fail(legs, event.error)
 
 
 def _worker_lost(legs: Legs, event: Event) -> Step:
     assert isinstance(event, WorkerLost)
     over = _over(legs, event.side)
-    if event.side is Side.SENDER and legs.sender is LegState.OVER:
-        return over  # its work was done before its worker went
-    return _then(over, lambda after: _fail(after, event.error))
-
-
-def _worker_lost_running(legs: Legs, event: Event) -> Step:
-    assert isinstance(event, WorkerLost)
-    over = _over(legs, event.side)
-    if event.side is Side.SENDER:
+    # A sender that had committed has done its work; so has one whose leg was over.
+    done = legs.phase is Phase.RUNNING or legs.sender is LegState.OVER
+    if event.side is Side.SENDER and done:
         return over
     return _then(over, lambda after: _fail(after, event.error))
-
-
-def _worker_lost_late(legs: Legs, event: Event) -> Step:
-    assert isinstance(event, WorkerLost)
-    return _over(legs, event.side)
-
-
-def _worker_lost_settling(legs: Legs, event: Event) -> Step:
-    over = _worker_lost_late(legs, event)
-    return _then(over, _complete) if over[0].legs_over else over
 
 
 def _client_gone(legs: Legs, event: Event) -> Step:
@@ -391,19 +376,19 @@ _ROWS: Mapping[type[Event], dict[Phase, Handler]] = {
     LegDone: _row(
         (_BEFORE, _done_before_commit),
         (_R, _done_running),
-        (_J + _ENDED, _done_judging),
-        (_S, _done_settling),
+        (_J + _ENDED, _leg_over),
+        (_S, _leg_over_settling),
     ),
-    SenderWasLost: _row((_BEFORE, _sender_was_lost), (_R + _J + _S + _ENDED, _late)),
+    SenderWasLost: _row((_BEFORE, _fail_with_cause), (_R + _J + _S + _ENDED, _late)),
     WorkerLost: _row(
-        (_BEFORE, _worker_lost),
-        (_R, _worker_lost_running),
-        (_J + _ENDED, _worker_lost_late),
-        (_S, _worker_lost_settling),
+        (_BEFORE + _R, _worker_lost),
+        (_J + _ENDED, _leg_over),
+        (_S, _leg_over_settling),
     ),
     ClientGone: _row((_BEFORE + _R + _J + _S, _client_gone), (_ENDED, _nothing)),
     DeadlinePassed: _row((_BEFORE + _R + _J, _deadline), (_S, _finish_now), (_ENDED, _nothing)),
     ReaderStuck: _row((_R + _J, _reader_stuck), (_BEFORE + _S + _ENDED, _nothing)),
+    Broken: _row((_BEFORE + _R + _J, _fail_with_cause), (_S, _finish_now), (_ENDED, _nothing)),
     SettleDue: _row((_S, _finish_now), (_ENDED, _nothing)),
     LingerOver: _row((_ENDED, _linger_over)),
 }
