@@ -48,6 +48,13 @@ class Arm:
             return decode
         return (pools.prefill.threads,) * pools.prefill.replicas + decode
 
+    def describe_workers(self) -> str:
+        """For example "2 workers (1 + 1 threads)"."""
+        threads = self.threads_per_worker
+        plural = "s" if len(threads) > 1 else ""
+        unit = "threads" if sum(threads) > 1 else "thread"
+        return f"{len(threads)} worker{plural} ({' + '.join(map(str, threads))} {unit})"
+
 
 def default_config(model: Path) -> TandemConfig:
     """What is compared when no configuration is named."""

@@ -51,7 +51,7 @@ def compare(
             def say(line: str, label: str = label) -> None:
                 progress(f"{label}: {line}")
 
-            say(f"starting {describe_workers(arm)}")
+            say(f"starting {arm.describe_workers()}")
             endpoints = cluster.start(arm.config)
             codec = TextCodec(arm.config.model.path)
             run = asyncio.run(_measure(endpoints.grpc, workload, codec, say))
@@ -59,14 +59,6 @@ def compare(
             say(f"longest silence of a chat {run.gaps()['during'].max:.0f} ms")
             cluster.stop()
     return [ArmResult(arm, tuple(runs[arm.name])) for arm in arms]
-
-
-def describe_workers(arm: Arm) -> str:
-    """For example "2 workers (1 + 1 threads)"."""
-    threads = arm.threads_per_worker
-    plural = "s" if len(threads) > 1 else ""
-    unit = "threads" if sum(threads) > 1 else "thread"
-    return f"{len(threads)} worker{plural} ({' + '.join(map(str, threads))} {unit})"
 
 
 async def _measure(endpoint: str, workload: Workload, codec: TextCodec, progress: Progress) -> Run:

@@ -56,12 +56,17 @@ def page(
         *(_arm_section(result, run, start, end) for result, run in runs),
         _table(report),
         f"<p class='soft'>Made by <code>{html.escape(command)}</code>; figures are medians of "
-        f"{report['repeats']} repeat(s), in milliseconds; the picture shows the repeat with the "
+        f"{_repeats(report)}, in milliseconds; the picture shows the repeat with the "
         "median longest gap. A p99 needs 200 gaps in its window.</p>",
         f"<script type='application/json' id='report'>{_embedded(report)}</script>",
         "</body></html>",
     ]
     return "\n".join(parts)
+
+
+def _repeats(report: dict[str, Any]) -> str:
+    n = report["repeats"]
+    return f"{n} repeats" if n > 1 else "one repeat"
 
 
 def _embedded(report: dict[str, Any]) -> str:
@@ -71,11 +76,10 @@ def _embedded(report: dict[str, Any]) -> str:
 def _arm_section(result: ArmResult, run: Run, start: float, end: float) -> str:
     longest = run.gaps()["during"].max
     budget = f", token budget {result.arm.budget}" if result.arm.budget else ""
-    threads = " + ".join(map(str, result.arm.threads_per_worker))
     note = f"<span class='worst'>longest silence {longest:.0f} ms</span>" if longest else ""
     return (
         f"<h2>{html.escape(result.arm.name)}</h2>"
-        f"<p class='soft'>{result.arm.workers} worker(s), {threads} thread(s){budget}; {note}</p>"
+        f"<p class='soft'>{result.arm.describe_workers()}{budget}; {note}</p>"
         + _raster(run, start, end)
     )
 
