@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -29,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import Cancelled, InvalidArgument, RequestTooLarge, TandemError, Unavailable
 from protocol.types import ModelInfo, Request
+from protocol.wire.telemetry import CONTENT_TYPE, Telemetry
 from router.json_fields import parse_json
 from router.openai_replies import ChatShape, CompletionShape, Heading
 from router.openai_response import AnswerResponse, error_response
@@ -54,14 +54,14 @@ class OpenAIHttp:
         *,
         router_id: str,
         max_request_bytes: int,
-        registry: CollectorRegistry,
+        telemetry: Telemetry,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         self._service = service
         self._model = model
         self._router_id = router_id
         self._max_request_bytes = max_request_bytes
-        self._registry = registry
+        self._telemetry = telemetry
         self._keepalive_s = keepalive_s
         self._started = int(time.time())
 
@@ -130,7 +130,7 @@ class OpenAIHttp:
         )
 
     async def _metrics(self, http: HttpRequest) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._telemetry.exposition(), media_type=CONTENT_TYPE)
 
     async def _load(self, http: HttpRequest) -> Response:
         return JSONResponse(load_json(self._service))

@@ -140,7 +140,9 @@ def error_json(error: TandemError) -> dict[str, Any]:
 
 def error_headers(error: TandemError) -> dict[str, str]:
     """Tell clients that retry by themselves when a repeat helps and when it cannot."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if not error.retryable:
-        return {"x-should-retry": "false"}
-    seconds = 1.0 if error.retry_after_s is None else error.retry_after_s
-    return {"retry-after": str(max(1, math.ceil(seconds)))}
+        headers["x-should-retry"] = "false"
+    return headers

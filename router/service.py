@@ -21,6 +21,7 @@ from router.dispatcher import RouterStatus
 from router.params import Asked, Intake
 from router.text import IncrementalText
 
+RETRY_AFTER_S = 1.0
 LONG_PROMPT_CHARS = 4096  # above: encoding takes longer than a stream may be held up
 
 log = logging.getLogger(__name__)
@@ -89,8 +90,13 @@ class InferenceService:
 
 
 def as_tandem_error(error: BaseException) -> TandemError:
-    """What a client may know of a failure: a bug becomes an id that is also in the log."""
+    """What a client may know of a failure: a bug becomes an id that is also in the log.
+
+    Where a repeat can help it is told when: after ``RETRY_AFTER_S`` if the cause does not say.
+    """
     if isinstance(error, TandemError):
+        if error.retryable and error.retry_after_s is None:
+            error.retry_after_s = RETRY_AFTER_S
         return error
     incident = secrets.token_hex(6)
     log.error("incident %s: a request failed with a bug", incident, exc_info=error)

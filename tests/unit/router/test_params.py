@@ -63,7 +63,11 @@ def test_what_is_given_is_kept():
     assert request.prompt == (4, 5)
     assert request.request_id == "mine"
     assert (request.sampling.temperature, request.sampling.top_p) == (0.25, 0.5)
-    assert (request.sampling.max_tokens, request.sampling.top_k, request.sampling.seed) == (5, 7, 11)
+    assert (request.sampling.max_tokens, request.sampling.top_k, request.sampling.seed) == (
+        5,
+        7,
+        11,
+    )
     assert request.stop == ("x", "yy")
     assert request.include_stop_str_in_output and request.sampling.ignore_eos
     assert not request.skip_special_tokens

@@ -1,0 +1,164 @@
+"""A dispatcher and a codec without workers, for tests of the front ends.
+
+The answer to every prompt is ``ANSWER``, one byte per token, through the real incremental text
+and stop matching. Words in the prompt steer it: ``hold-first`` and ``hold-later`` wait for
+``release`` before the first token or after the second one; ``fail-first`` and ``fail-later``
+raise there; ``bug`` raises what no front expects. An answer that is closed early is in
+``cancelled``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from protocol.errors import InvalidArgument, Overloaded, Unavailable
+from protocol.types import (
+    Complete,
+    Delta,
+    FinishReason,
+    KvGeometry,
+    ModelInfo,
+    Request,
+    StageTiming,
+    Usage,
+    WorkerInfo,
+)
+from router.dispatcher import RouterStatus
+from router.text import IncrementalText
+
+ANSWER = "Tandem says: grüße, 世界 \U0001f6b2! One. Two. Three."
+MODEL = ModelInfo("f" * 32, 256, 512, (), KvGeometry(2, 2, 8, 16, "float32"))
+
+
+class ByteCodec:
+    """Every byte is a token; a chat is ``role: content`` lines."""
+
+    def __init__(self) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        self.tokenizer = Tokenizer(
+            models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+        )
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode_batch([text])[0].ids)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + "assistant: ")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(token_ids)))
+
+    def decoder_for(self, request: Request) -> IncrementalText:
+        return IncrementalText(
+            self.tokenizer, stop=request.stop, include_stop=request.include_stop_str_in_output
+        )
+
+
+class FakeCore:
+    """What ``router.dispatcher.Dispatcher`` offers, without workers."""
+
+    def __init__(self, codec: ByteCodec) -> None:
+        self._codec = codec
+        self.requests: list[Request] = []
+        self.cancelled: list[str] = []
+        self.changed = threading.Condition()  # notified when one of the two lists grows
+        self.ready = (True, "")
+        self.workers: tuple[WorkerInfo, ...] = ()
+        self._release = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def reset(self) -> None:
+        """Forget what was noted and hold again. For a test's beginning."""
+        with self.changed:
+            self.requests.clear()
+            self.cancelled.clear()
+        self.ready = (True, "")
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._release.clear)
+
+    def release(self) -> None:
+        """Let every held answer go on."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._release.set)
+
+    def wait_for(self, condition, timeout_s: float = 10) -> bool:
+        """Wait in a test's thread until ``condition()`` holds."""
+        with self.changed:
+            return self.changed.wait_for(condition, timeout_s)
+
+    async def generate(
+        self, request: Request, text: IncrementalText | None
+    ) -> AsyncGenerator[Delta | Complete, None]:
+        self._loop = asyncio.get_running_loop()
+        self._note(self.requests, request)
+        prompt = self._codec.decode(request.prompt)
+        ended = False
+        try:
+            await self._steer(prompt, "first")
+            answer = self._codec.encode(ANSWER)[: request.sampling.max_tokens]
+            for index, token in enumerate(answer):
+                if index == 2:
+                    await self._steer(prompt, "later")
+                piece = text.push([token])
+                yield Delta(index, (token,), piece.text)
+                if piece.stop_matched is not None:
+                    ended = True
+                    yield self._end(request, index + 1, FinishReason.STOP, piece.stop_matched)
+                    return
+            rest = text.finish()
+            if rest:
+                yield Delta(len(answer), (), rest)
+            cut = len(answer) < len(self._codec.encode(ANSWER))
+            ended = True
+            yield self._end(
+                request, len(answer), FinishReason.LENGTH if cut else FinishReason.STOP, None
+            )
+        except (Unavailable, Overloaded, ZeroDivisionError):
+            ended = True
+            raise
+        finally:
+            if not ended:
+                self._note(self.cancelled, request.request_id)
+
+    def _note(self, notes: list, item: object) -> None:
+        with self.changed:
+            notes.append(item)
+            self.changed.notify_all()
+
+    async def _steer(self, prompt: str, place: str) -> None:
+        if f"hold-{place}" in prompt:
+            await self._release.wait()
+        if f"fail-{place}" in prompt:
+            raise Unavailable("worker decode-0 died", retry_after_s=2.5)
+        if f"full-{place}" in prompt:
+            raise Overloaded("256 requests wait already")
+        if f"bug-{place}" in prompt:
+            raise ZeroDivisionError("secret prompt text")
+        if "refuse-id" in prompt:
+            raise InvalidArgument("request_id is already running", field="request_id")
+
+    def _end(
+        self, request: Request, n_tokens: int, reason: FinishReason, stop: str | None
+    ) -> Complete:
+        usage = Usage(len(request.prompt), n_tokens, 0)
+        return Complete(reason, usage, stop, (StageTiming("prefill", "prefill-0", 0.25),))
+
+    def set_workers(self, workers: tuple[WorkerInfo, ...]) -> None:
+        self.workers = workers
+
+    def can_serve(self) -> tuple[bool, str]:
+        return self.ready
+
+    def status(self) -> RouterStatus:
+        return RouterStatus("router-0", (), 0, 0, {"retries": 1})
+
+    async def close(self) -> None:
+        self._release.set()
