@@ -44,6 +44,8 @@ TOKEN_KEY = "tandem-cluster-token"
 DOMAIN = "tandem"
 MESSAGE_LIMIT = 16 << 20
 _DETAILS_KEY = "grpc-status-details-bin"
+# What grpc.aio makes of a write that meets the end of its stream; the true status is lost then.
+_WRITE_RACE = "Internal error from Core"
 _MESSAGE_CHARS = 1000  # errors travel as HTTP/2 metadata, which must stay small
 _GUARDED = ("/tandem.v1.Session/", "/tandem.v1.Transfer/", "/tandem.v1.Admin/")
 
@@ -153,6 +155,8 @@ def from_rpc_error(error: grpc.RpcError) -> TandemError:
     """The cause behind a failed call, by its details where ours, else by its code."""
     code: grpc.StatusCode = error.code()
     message = error.details() or code.name
+    if message == _WRITE_RACE:
+        return Unavailable("the stream ended while it was being written to")
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             found = _from_status(value, message)

@@ -87,7 +87,10 @@ class Duplex:
             self._closed = self._closed or Unavailable("the event loop has ended")
 
     async def write_all(self) -> None:
-        """Write what is queued, one frame a message, until the stream is over; then raise why."""
+        """Write what is queued, one frame a message, until the stream is over.
+
+        Raises the cause when it was closed on this side; returns when the call ended.
+        """
         while True:
             await self._wake.wait()
             with self._lock:
@@ -100,12 +103,11 @@ class Duplex:
                 raise closed
             self._drained.clear()
             for message in batch:
+                frame = self._outgoing.encode(message)
                 try:
-                    await self._call.write(self._outgoing.encode(message))
-                except grpc.aio.AioRpcError as error:
-                    raise from_rpc_error(error) from error
-                except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-                    raise Unavailable("the stream has ended") from error
+                    await self._call.write(frame)
+                except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                    return  # the call has ended; its reader learns why
             self._drained.set()
 
     async def flush(self) -> None:
