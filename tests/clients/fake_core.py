@@ -71,6 +71,7 @@ class FakeCore:
         self.cancelled: list[str] = []
         self.changed = threading.Condition()  # notified when one of the two lists grows
         self.ready = (True, "")
+        self.closed = False
         self.workers: tuple[WorkerInfo, ...] = ()
         self._release = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,6 +137,8 @@ class FakeCore:
     async def _steer(self, prompt: str, place: str) -> None:
         if f"hold-{place}" in prompt:
             await self._release.wait()
+            if self.closed:
+                raise Unavailable("this router is shutting down")
         if f"fail-{place}" in prompt:
             raise Unavailable("worker decode-0 died", retry_after_s=2.5)
         if f"full-{place}" in prompt:
@@ -161,4 +164,5 @@ class FakeCore:
         return RouterStatus("router-0", (), 0, 0, {"retries": 1})
 
     async def close(self) -> None:
+        self.closed = True
         self._release.set()
