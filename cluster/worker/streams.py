@@ -83,8 +83,8 @@ class StreamTable:
     ) -> TandemError:
         """Run one stream to its end and return the cause.
 
-        ``take`` gets every message; ``refuse`` gets every malformed frame and raises to end the
-        stream; ``beat()`` makes the message that is sent every ``heartbeat_s``.
+        ``take`` gets every message and may find it malformed; ``refuse`` hears of every malformed
+        one and raises to end the stream; ``beat()`` makes what is sent every ``heartbeat_s``.
         """
         if self._stopping is not None:
             return self._stopping
@@ -125,15 +125,14 @@ class StreamTable:
         while served.over is None:
             try:
                 message = await served.duplex.read()
+                if message is None:
+                    raise Unavailable(f"the {self._kind} stream was closed by its other side")
+                if served.over is None:
+                    take(message)
             except MalformedFrame as error:
                 self._host.count("frames_refused", self._kind)
                 _log.warning("%s frame refused: %s", self._kind, error.message)
                 refuse(error)
-                continue
-            if message is None:
-                raise Unavailable(f"the {self._kind} stream was closed by its other side")
-            if served.over is None:
-                take(message)
 
     async def _beat(self, name: str, served: _Served, beat: Callable[[], Any]) -> None:
         loop = asyncio.get_running_loop()
