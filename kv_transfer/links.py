@@ -23,7 +23,7 @@ from kv_transfer.page_link import LinkEvent, LinkStats, OnEvent, PageLink
 from kv_transfer.pool import KvPool
 from kv_transfer.rendezvous import Rendezvous
 from kv_transfer.transport import Link, LinkError, LinkName, Transport
-from protocol.errors import WrongState
+from protocol.errors import ConfigError, WrongState
 from protocol.events import LinkBroken, ReceivePages, SendPages
 
 
@@ -32,7 +32,9 @@ class Links:
 
     ``on_event`` is called from the links' threads with the events of ``protocol.events``; it may
     take the runtime's lock, and may call ``post``, ``open``, ``close`` and ``forget``.
-    ``generation_of`` is called from the links' threads without any lock.
+    ``generation_of`` is called from the links' threads without any lock. ``on_stuck`` gets a
+    sentence when a link cannot be ended: its pages are never free again, and the process should
+    report itself unhealthy and end.
     """
 
     def __init__(
@@ -44,11 +46,19 @@ class Links:
         on_event: OnEvent,
         op_timeout_s: float,
         connect_timeout_s: float | None = None,
+        on_stuck: Callable[[str], None] = lambda sentence: None,
     ) -> None:
+        if pool.device.type not in transport.capabilities.devices:
+            raise ConfigError(
+                f"transport {transport.name} is for {', '.join(transport.capabilities.devices)}, "
+                f"but the KV pool is on {pool.device.type}",
+                field="kv.transport",
+            )
         self.transport = transport
         self._pool = pool
         self._generation_of = generation_of
         self._on_event = on_event
+        self._on_stuck = on_stuck
         self._op_timeout_s = op_timeout_s
         self._connect_timeout_s = connect_timeout_s or op_timeout_s
         self._lock = threading.Lock()
@@ -137,6 +147,7 @@ class Links:
                 pool=self._pool,
                 generation_of=self._generation_of,
                 on_event=lambda event: self._pass_on(link, event),
+                on_stuck=self._on_stuck,
                 op_timeout_s=self._op_timeout_s,
                 connect_timeout_s=self._connect_timeout_s,
             )

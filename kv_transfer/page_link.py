@@ -67,6 +67,7 @@ class PageLink:
         pool: KvPool,
         generation_of: Callable[[int], int],
         on_event: OnEvent,
+        on_stuck: Callable[[str], None],
         op_timeout_s: float,
         connect_timeout_s: float,
     ) -> None:
@@ -80,6 +81,7 @@ class PageLink:
             pool, cut, Staging(cut, capabilities.max_inflight, pool.device), generation_of
         )
         self._on_event = on_event
+        self._on_stuck = on_stuck
         self._op_timeout_s = op_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._changed = threading.Condition()
@@ -227,12 +229,15 @@ class PageLink:
         if self._aborter is not None:
             self._aborter.join()
         in_flight.clear()
-        try:
-            self._link.close()
-        except Exception:
-            _log.exception("link %s: close failed", self.name)
         with self._changed:
             self._queue.clear()
+        try:
+            self._link.close()
+        except Exception as failure:
+            # No LinkBroken: it would promise that nothing touches the pages any more.
+            _log.critical("link %s cannot be ended: %s", self.name, failure, exc_info=failure)
+            self._on_stuck(f"link {self.name} cannot be ended: {failure}")
+            return
         _log.info("%s", error.message)
         try:
             self._on_event(LinkBroken(self.worker_id, error, self.outgoing))

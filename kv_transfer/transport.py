@@ -39,6 +39,10 @@ class LinkAborted(LinkError):
     """This side ended the link."""
 
 
+class LinkStuck(LinkError):
+    """The link cannot be ended: something may touch its buffers for ever. End the process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do. Both ends of a link must have equal ones.
@@ -118,7 +122,10 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back. Afterwards nothing touches any buffer; may be called twice."""
+        """Give everything back. Afterwards nothing touches any buffer; may be called twice.
+
+        Raises ``LinkStuck`` when that cannot be had.
+        """
         ...
 
 

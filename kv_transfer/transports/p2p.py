@@ -28,7 +28,14 @@ import torch
 import torch.distributed as dist
 
 from kv_transfer.rendezvous import Rendezvous, RendezvousStore
-from kv_transfer.transport import Capabilities, LinkAborted, LinkError, LinkName, LinkOverdue
+from kv_transfer.transport import (
+    Capabilities,
+    LinkAborted,
+    LinkError,
+    LinkName,
+    LinkOverdue,
+    LinkStuck,
+)
 
 Backend = Literal["gloo", "nccl"]
 
@@ -53,7 +60,7 @@ class P2pTransport:
     """Makes links of one backend.
 
     ``hostname`` is the address that gloo's sockets bind to. ``abort_timeout_s`` bounds NCCL's
-    abort; past it ``on_stuck`` is called with a sentence, and the process should end.
+    abort; past it ``close`` raises ``LinkStuck``.
     """
 
     name = "p2p"
@@ -64,7 +71,6 @@ class P2pTransport:
         *,
         hostname: str = "127.0.0.1",
         abort_timeout_s: float = 5.0,
-        on_stuck: Callable[[str], None] | None = None,
         make_group: MakeGroup | None = None,
     ) -> None:
         cuda = torch.device(device).type == "cuda"
@@ -83,7 +89,6 @@ class P2pTransport:
         self._device = device
         self._hostname = hostname
         self._abort_timeout_s = abort_timeout_s
-        self._on_stuck = on_stuck
         self._make_group = make_group or (self._nccl_group if cuda else self._gloo_group)
 
     def link(self, name: LinkName, *, outgoing: bool, rendezvous: Rendezvous) -> P2pLink:
@@ -95,7 +100,6 @@ class P2pTransport:
             backend=self.backend,
             make_group=self._make_group,
             abort_timeout_s=self._abort_timeout_s,
-            on_stuck=self._on_stuck,
         )
 
     def _gloo_group(self, store: RendezvousStore, rank: int, timeout_s: float) -> Any:
@@ -127,7 +131,6 @@ class P2pLink:
         backend: Backend,
         make_group: MakeGroup,
         abort_timeout_s: float,
-        on_stuck: Callable[[str], None] | None,
     ) -> None:
         self._name = name
         self._rank = 0 if outgoing else 1
@@ -135,9 +138,9 @@ class P2pLink:
         self._backend = backend
         self._make_group = make_group
         self._abort_timeout_s = abort_timeout_s
-        self._on_stuck = on_stuck
         self._aborted = False
         self._group: Any = None
+        self._aborting: threading.Thread | None = None  # NCCL's abort
         self._group_lock = threading.Lock()  # abort and close, which may meet
 
     def connect(self, timeout_s: float) -> None:
@@ -181,10 +184,17 @@ class P2pLink:
             raise LinkError("the other end sent something on the tag that nobody may use")
 
     def close(self) -> None:
-        """Drop the group; its destructor ends all access to the buffers."""
+        """Drop the group; its destructor ends all access to the buffers.
+
+        Raises ``LinkStuck`` when NCCL's abort hangs.
+        """
         with self._group_lock:
             if self._group is not None and self._backend == "nccl":
                 self._abort_nccl(self._group)
+                if self._aborting is not None and self._aborting.is_alive():
+                    raise LinkStuck(
+                        f"NCCL's abort did not return within {self._abort_timeout_s:g} s"
+                    )
             self._group = None
 
     def _post(self, verb: Literal["send", "recv"], buffers: Sequence[torch.Tensor]) -> Operation:
@@ -234,14 +244,13 @@ class P2pLink:
             raise LinkError("an operation failed")
 
     def _abort_nccl(self, group: Any) -> None:
-        """NCCL's abort can hang with its peer; a worker whose device is stuck must end."""
-        aborting = threading.Thread(target=group.abort, name=f"abort {self._name}", daemon=True)
-        aborting.start()
-        aborting.join(self._abort_timeout_s)
-        if aborting.is_alive() and self._on_stuck is not None:
-            self._on_stuck(
-                f"abort of link {self._name} did not return within {self._abort_timeout_s:g} s"
+        """NCCL's abort can hang with its peer, so it runs, once, on a thread of its own."""
+        if self._aborting is None:
+            self._aborting = threading.Thread(
+                target=group.abort, name=f"abort {self._name}", daemon=True
             )
+            self._aborting.start()
+            self._aborting.join(self._abort_timeout_s)
 
     def _failure(self, error: Exception) -> LinkError:
         if self._aborted:

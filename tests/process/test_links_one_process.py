@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import random
 import threading
 import time
@@ -14,8 +15,8 @@ import torch
 import xxhash
 from link_rig import LARGE, SMALL, TICKET, Side, link_name, open_both, page_sets
 
-from kv_transfer.rendezvous import RendezvousMap
-from kv_transfer.transport import Transport
+from kv_transfer.rendezvous import Rendezvous, RendezvousMap
+from kv_transfer.transport import Link, LinkName, LinkStuck, Transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.p2p import P2pTransport
 from protocol.errors import InternalError, WrongState
@@ -317,3 +318,32 @@ def test_no_thread_and_no_file_is_left_behind(transport: Transport, cycles: int)
     before = (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
     _open_close(transport, cycles)
     assert (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))) == before
+
+
+class _StuckLink:
+    """A link whose end cannot be had, as NCCL's abort can do."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.connect, self.send, self.receive = link.connect, link.send, link.receive
+        self.abort = link.abort
+
+    def close(self) -> None:
+        self._link.close()
+        raise LinkStuck("the device does not answer")
+
+
+class _StuckTransport(LoopbackTransport):
+    def link(self, name: LinkName, *, outgoing: bool, rendezvous: Rendezvous) -> Link:
+        return _StuckLink(super().link(name, outgoing=outgoing, rendezvous=rendezvous))
+
+
+def test_a_link_that_cannot_be_ended_never_says_it_is_over() -> None:
+    sentences: queue.Queue[str] = queue.Queue()
+    side = Side(_StuckTransport(), SMALL, 4)
+    side.links._on_stuck = sentences.put
+    side.links.open(link_name(), outgoing=True, rendezvous=RendezvousMap().open(link_name().key))
+    side.links.close("receiver", outgoing=True, cause="over")
+    assert "does not answer" in sentences.get(timeout=10)
+    assert side.links.close_all("over", 10)
+    assert side.events.empty()
