@@ -84,6 +84,8 @@ def _common_options(timing: TimingConfig) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", MESSAGE_LIMIT),
         ("grpc.keepalive_time_ms", max(1, round(1000 * timing.heartbeat_s))),
         ("grpc.keepalive_timeout_ms", max(1, round(1000 * timing.peer_dead_s))),
+        # Any unanswered ping, not only keepalive's own, ends the connection (default: 60 s).
+        ("grpc.http2.ping_timeout_ms", max(1, round(1000 * timing.peer_dead_s))),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -92,15 +92,25 @@ class _StreamCall:
         self._tasks.append(asyncio.create_task(self._write(self._duplex)))
         return self._duplex
 
-    def every(self, seconds: float, duplex: Duplex, message: Any) -> None:
-        """Send ``message`` every ``seconds`` while the stream lives."""
+    def keep(self, duplex: Duplex, timing: TimingConfig, beat: Any | None = None) -> None:
+        """While the stream lives: say ``beat`` every ``heartbeat_s``, end it on long silence."""
 
-        async def beat() -> None:
+        async def watch() -> None:
+            loop = asyncio.get_running_loop()
             while duplex.closed is None:
-                duplex.send(message)
-                await asyncio.sleep(seconds)
+                if beat is not None:
+                    duplex.send(beat)
+                due = loop.time() + timing.heartbeat_s
+                await asyncio.sleep(timing.heartbeat_s)
+                # When this loop itself was held up, frames may lie unread: no verdict this time.
+                on_time = loop.time() - due < timing.heartbeat_s
+                silent_s = loop.time() - duplex.heard_at
+                if on_time and silent_s > timing.peer_dead_s:
+                    duplex.close(
+                        Unavailable(f"{self.endpoint} has said nothing for {silent_s:.1f} s")
+                    )
 
-        self._tasks.append(asyncio.create_task(beat()))
+        self._tasks.append(asyncio.create_task(watch()))
 
     async def _write(self, duplex: Duplex) -> None:
         try:
@@ -166,7 +176,7 @@ class SessionClient:
         stub = session_pb2_grpc.SessionStub(self._stream.channel)
         call = stub.Stream(metadata=self._metadata)
         self._duplex = await self._stream.open(call, ROUTER_FRAMES, WORKER_FRAMES)
-        self._stream.every(self._timing.heartbeat_s, self._duplex, RouterHeartbeat())
+        self._stream.keep(self._duplex, self._timing, RouterHeartbeat())
 
     def send_nowait(self, message: RouterToWorker) -> None:
         """Queue a message; any thread. Ignored after the stream's end, which ``messages`` tells."""
@@ -187,7 +197,10 @@ class SessionClient:
 
 
 class TransferClient:
-    """A sending worker's Transfer stream to one receiving worker."""
+    """A sending worker's Transfer stream to one receiving worker.
+
+    The caller says ``TransferHeartbeat`` every ``heartbeat_s``: it names what only it knows.
+    """
 
     def __init__(
         self,
@@ -204,7 +217,8 @@ class TransferClient:
         self._expect = expect
         self._metadata = token_metadata(secret)
         self._connect_s = connect_s
-        self._stream = _StreamCall(endpoint, timing or TimingConfig(), connect_s)
+        self._timing = timing or TimingConfig()
+        self._stream = _StreamCall(endpoint, self._timing, connect_s)
         self._duplex: Duplex | None = None
 
     async def connect(self) -> Hello:
@@ -231,6 +245,7 @@ class TransferClient:
             await self.close()
             raise
         self._duplex = duplex
+        self._stream.keep(duplex, self._timing)
         return answer
 
     def _check_identity(self, answer: Hello) -> None:

@@ -33,9 +33,9 @@ from protocol.messages import (
 from protocol.types import KvGeometry, Peer, TicketId
 from protocol.wire import transfer_pb2 as t
 from protocol.wire import transfer_pb2_grpc
-from protocol.wire.channel import aio_channel, token_metadata
-from protocol.wire.clients import StoreClient, TransferClient
-from protocol.wire.convert import SENDER_FRAMES
+from protocol.wire.channel import WireServer, aio_channel, token_metadata
+from protocol.wire.clients import ACCEPTED_KEY, StoreClient, TransferClient
+from protocol.wire.convert import RECEIVER_FRAMES, SENDER_FRAMES
 
 ID = TicketId("r1", 2)
 
@@ -222,6 +222,33 @@ def test_a_stopping_receiver_tells_the_sender_why() -> None:
             await transfer.close()
         assert len(lost(host)) == 1
         assert lost(host)[0].error.message == "decode-0 is stopping"
+
+    run(main())
+
+
+class Silent(transfer_pb2_grpc.TransferServicer):
+    """Answers the Hello and never says a word again."""
+
+    async def Stream(self, request_iterator: Any, context: Any) -> None:
+        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+        await context.read()
+        await context.write(RECEIVER_FRAMES.encode(hello("decode-0")))
+        await asyncio.Event().wait()
+
+
+def test_a_receiver_that_falls_silent_is_given_up() -> None:
+    async def main() -> None:
+        server = WireServer(timing=FAST)
+        transfer_pb2_grpc.add_TransferServicer_to_server(Silent(), server.grpc)
+        endpoint = f"127.0.0.1:{server.bind('127.0.0.1:0')}"
+        await server.start([])
+        transfer = client(endpoint)
+        await transfer.connect()
+        cause = await end_of(transfer.messages())
+        assert isinstance(cause, Unavailable)
+        assert "has said nothing for" in cause.message
+        await transfer.close()
+        await server.stop()
 
     run(main())
 
