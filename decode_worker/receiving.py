@@ -23,7 +23,7 @@ from protocol.errors import (
     ErrorInfo,
     Overloaded,
     PeerMismatch,
-    StaleAttempt,
+    Unavailable,
 )
 from protocol.events import (
     BreakLink,
@@ -117,7 +117,7 @@ class Receiving:
                 return [late("Offer")]
             return self.meet(leg, offer, now, now)
         if self._tickets.attempts.is_over(ticket_id):
-            over = StaleAttempt(f"{ticket_id} is over on {self._me.worker_id}").info()
+            over = Unavailable(f"{ticket_id} is over on {self._me.worker_id}").info()
             return [late("Offer"), ToSender(worker_id, Abort(ticket_id, over))]
         if not self._intake.park(worker_id, offer, now):
             full = Overloaded(f"{worker_id} has too many offers whose tickets have not come").info()
@@ -153,6 +153,8 @@ class Receiving:
                 if fault is not None and fault.reason == Overloaded.reason:
                     return effects + self._tickets.end(leg, Outcome.FAILED, fault, now)
                 return effects + (self._tickets.lose(leg, fault, now) if fault else [])
+            case Commit() if transfer.state is ReceiveState.COMMITTED:
+                return [late("Commit")]
             case Commit():
                 fault = self._committed(leg, transfer, message, now)
                 if fault is not None:

@@ -252,6 +252,7 @@ class DecodeRole:
         if standing is Standing.DUPLICATE:
             return [late("Open")]
         if standing is Standing.STALE:
+            self._tickets.attempts.finish(ticket.id)
             stale = StaleAttempt(f"{ticket.id} is older than an attempt known here").info()
             return [ToRouter(router_id, Done(ticket.id, Outcome.FAILED, error=stale))]
         effects: list[Effect] = []

@@ -28,40 +28,44 @@ class Attempts:
 
     def __init__(self, remembered: int) -> None:
         self._remembered = remembered
-        self._live: dict[str, int] = {}
-        self._finished: OrderedDict[str, int] = OrderedDict()
+        self._live: dict[str, set[int]] = {}  # two at most: one making way for the other
+        self._finished: OrderedDict[str, set[int]] = OrderedDict()
 
     def standing(self, ticket_id: TicketId) -> Standing:
         """What this ticket is to this worker; changes nothing."""
-        live = self._live.get(ticket_id.request_id)
-        known = max(live or 0, self._finished.get(ticket_id.request_id, 0))
-        if ticket_id.attempt > known:
-            return Standing.NEW if live is None else Standing.NEWER
-        return Standing.DUPLICATE if ticket_id.attempt == known else Standing.STALE
+        live = self._live.get(ticket_id.request_id, _NONE)
+        known = live | self._finished.get(ticket_id.request_id, _NONE)
+        if ticket_id.attempt in known:
+            return Standing.DUPLICATE
+        if known and ticket_id.attempt < max(known):
+            return Standing.STALE
+        return Standing.NEWER if live else Standing.NEW
 
     def live_attempt(self, ticket_id: TicketId) -> TicketId | None:
-        """The live attempt of the same request, if there is one."""
-        attempt = self._live.get(ticket_id.request_id)
-        return None if attempt is None else TicketId(ticket_id.request_id, attempt)
+        """The newest live attempt of the same request, if there is one."""
+        live = self._live.get(ticket_id.request_id)
+        return TicketId(ticket_id.request_id, max(live)) if live else None
 
     def begin(self, ticket_id: TicketId) -> None:
         """This attempt is the live one now."""
-        self._live[ticket_id.request_id] = ticket_id.attempt
+        self._live.setdefault(ticket_id.request_id, set()).add(ticket_id.attempt)
 
     def finish(self, ticket_id: TicketId) -> None:
         """This attempt is over (or was refused); repeats of it are duplicates from now on."""
         request_id = ticket_id.request_id
-        if self._live.get(request_id) == ticket_id.attempt:
-            del self._live[request_id]
-        self._finished[request_id] = max(self._finished.get(request_id, 0), ticket_id.attempt)
+        live = self._live.get(request_id)
+        if live is not None:
+            live.discard(ticket_id.attempt)
+            if not live:
+                del self._live[request_id]
+        self._finished.setdefault(request_id, set()).add(ticket_id.attempt)
         self._finished.move_to_end(request_id)
         while len(self._finished) > self._remembered:
             self._finished.popitem(last=False)
 
     def is_over(self, ticket_id: TicketId) -> bool:
         """This attempt can never be opened here any more, as far as is remembered."""
-        known = max(
-            self._finished.get(ticket_id.request_id, 0),
-            self._live.get(ticket_id.request_id, 0) - 1,
-        )
-        return ticket_id.attempt <= known
+        return self.standing(ticket_id) in (Standing.DUPLICATE, Standing.STALE)
+
+
+_NONE: frozenset[int] = frozenset()

@@ -241,6 +241,7 @@ class PrefillRole:
         if standing is Standing.DUPLICATE:
             return [_late("Open")]
         if standing is Standing.STALE:
+            self._attempts.finish(ticket.id)
             stale = StaleAttempt(f"{ticket.id} is older than an attempt known here").info()
             return [ToRouter(router_id, Done(ticket.id, Outcome.FAILED, error=stale))]
         effects: list[Effect] = []

@@ -1,0 +1,76 @@
+"""Real prefill and decode roles against each other, under random delays and random faults.
+
+The world (``sim.handoff_world``) asserts on the way: one receive per announcement, Done once per
+leg, tokens right and in order, no page freed while a link or a step uses it, all pages home.
+"""
+
+from __future__ import annotations
+
+import pytest
+from sim.handoff_world import Chances, World
+
+from protocol.types import Outcome
+
+FAULTS = Chances(
+    cancel=0.15,
+    stop=0.02,
+    break_link=0.01,
+    dial_fails=0.1,
+    corrupt=0.01,
+    step_fails=0.003,
+    row_fails=0.003,
+    router_lost=0.01,
+    noise=0.1,
+    retry=0.05,
+    short_deadline=0.1,
+)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_faults_every_answer_is_whole(seed: int) -> None:
+    world = World(seed, Chances())
+    world.traffic(60, 0.05)
+    world.run(300)
+    outcomes = world.check_end()
+    assert outcomes == {Outcome.OK: 60}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"prefill_pages": 16, "decode_pages": 20},  # barely larger than the largest request
+        {"max_num_seqs": 1, "window": 1},
+        {"chunked_prefill": 0, "budget": 12},
+        {"page_size": 16, "prefill_pages": 6, "decode_pages": 8},
+        {"lease_s": 1},  # credits lapse and are taken again
+    ],
+)
+def test_tight_sizes_still_finish_everything(sizes: dict[str, int]) -> None:
+    world = World(7, Chances(noise=0.1), **sizes)
+    world.traffic(60, 0.05)
+    world.run(600)
+    outcomes = world.check_end()
+    floor = 60 if sizes.get("lease_s") is None else 40
+    assert outcomes[Outcome.OK] >= floor, outcomes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults_leave_nothing_behind(seed: int) -> None:
+    world = World(seed, FAULTS)
+    world.traffic(80, 0.08)
+    world.run(2000)
+    outcomes = world.check_end()
+    assert outcomes[Outcome.OK] > 20, outcomes
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_events() -> None:
+    events, seed, ok = 0, 1000, 0
+    while events < 100_000:
+        world = World(seed, FAULTS, prefill_pages=18 + seed % 9, decode_pages=24 + seed % 17)
+        world.traffic(200, 0.05 + 0.02 * (seed % 5))
+        world.run(3000)
+        ok += world.check_end()[Outcome.OK]
+        events += world.events
+        seed += 1
+    assert ok > 100
