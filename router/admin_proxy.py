@@ -19,7 +19,7 @@ from protocol.errors import Unavailable
 from protocol.wire import admin_pb2 as pb
 from protocol.wire.admin_pb2_grpc import AdminServicer, AdminStub, add_AdminServicer_to_server
 from protocol.wire.channel import abort_with, aio_channel, from_rpc_error, token_metadata
-from router.service import as_tandem_error
+from router.failures import Failures
 
 SERVICE = "tandem.v1.Admin"
 LONGEST_CALL_S = 30.0  # of a caller who set no deadline
@@ -28,7 +28,8 @@ LONGEST_CALL_S = 30.0  # of a caller who set no deadline
 class AdminProxy(AdminServicer):
     """Forwards Admin calls; every method runs on the router's event loop."""
 
-    def __init__(self, secret: str, timing: TimingConfig) -> None:
+    def __init__(self, secret: str, timing: TimingConfig, failures: Failures) -> None:
+        self._failures = failures
         self._metadata = token_metadata(secret)
         self._timing = timing
         self._address = ""
@@ -74,4 +75,4 @@ class AdminProxy(AdminServicer):
                 cause = Unavailable(f"the controller at {self._address} does not answer")
             await abort_with(context, cause)
         except Exception as error:
-            await abort_with(context, as_tandem_error(error))
+            await abort_with(context, self._failures.known(error))

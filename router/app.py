@@ -29,13 +29,15 @@ from protocol.wire.clients import SessionClient
 from protocol.wire.telemetry import Telemetry
 from router import admin_proxy, grpc_front
 from router.admin_proxy import AdminProxy
-from router.dispatcher import Dispatcher, RouterStatus
+from router.dispatcher import Dispatcher
+from router.failures import Failures
 from router.grpc_front import InferenceFront
 from router.http_server import HttpServer, join_address, split_address
 from router.loop_thread import LoopThread
 from router.openai_http import KEEPALIVE_S, OpenAIHttp
 from router.params import Intake, ModelLimits
 from router.service import Codec, Core, InferenceService
+from router.status import RouterStatus
 from router.text import TextCodec
 
 STOP_S = 10.0
@@ -140,7 +142,8 @@ class RouterApp:
 
     async def _start(self) -> RouterEndpoints:
         core = self._core = self._build_core()
-        service = InferenceService(self._intake, self._codec, core)
+        failures = Failures(self.telemetry)
+        service = InferenceService(self._intake, self._codec, core, failures)
         limit = self._config.router.limits.max_request_bytes
         http_server = self._http = HttpServer(self._http_address)
         http = http_server.bind()
@@ -151,7 +154,7 @@ class RouterApp:
         )
         grpc_host, _ = split_address(self._grpc_address, "router.grpc")
         grpc = join_address(grpc_host, wire.bind(self._grpc_address))
-        self._admin = AdminProxy(self._secret, self._config.timing)
+        self._admin = AdminProxy(self._secret, self._config.timing, failures)
         self._admin.add_to(wire.grpc)
         await self._admin.set_controller(self._controller)
         InferenceFront(service, limit).add_to(wire.grpc)
@@ -228,6 +231,7 @@ class RouterApp:
             router_id=self._router_id,
             session_factory=self._session,
             clock=time.monotonic,
+            telemetry=self.telemetry,
         )
 
     def _session(self, worker: WorkerInfo) -> SessionClient:

@@ -21,7 +21,7 @@ from protocol.wire.channel import abort_with
 from protocol.wire.convert_front import encode_answer
 from protocol.wire.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router.params import Asked, chat_role, check_text
-from router.service import InferenceService, as_tandem_error
+from router.service import InferenceService
 
 SERVICE = "tandem.v1.Inference"
 
@@ -41,11 +41,14 @@ class InferenceFront(InferenceServicer):
         """Stream the answer of one prompt."""
         try:
             made = await self._request(request, context.time_remaining())
+        except Exception as error:
+            await abort_with(context, self._service.failures.refused(error))
+        try:
             async with aclosing(self._service.answer(made)) as answer:
                 async for piece in answer:
                     await context.write(encode_answer(piece))
         except Exception as error:
-            await abort_with(context, as_tandem_error(error))
+            await abort_with(context, self._service.failures.known(error))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""
@@ -57,7 +60,7 @@ class InferenceFront(InferenceServicer):
                 max_model_len=self._service.intake.limits.max_model_len,
             )
         except Exception as error:
-            await abort_with(context, as_tandem_error(error))
+            await abort_with(context, self._service.failures.refused(error))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Any
@@ -72,7 +75,7 @@ class InferenceFront(InferenceServicer):
             )
             return pb.DetokenizeResponse(text=text)
         except Exception as error:
-            await abort_with(context, as_tandem_error(error))
+            await abort_with(context, self._service.failures.refused(error))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any

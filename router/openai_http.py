@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protocol.errors import Cancelled, InvalidArgument, RequestTooLarge, TandemError, Unavailable
 from protocol.types import ModelInfo, Request
 from protocol.wire.telemetry import CONTENT_TYPE, Telemetry
+from router.failures import Failures
 from router.json_fields import parse_json
 from router.openai_replies import ChatShape, CompletionShape, Heading
 from router.openai_response import AnswerResponse, error_response
@@ -67,16 +68,20 @@ class OpenAIHttp:
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
+        endpoints: list[tuple[str, str, Endpoint]] = [
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{model:path}", self._one_model),
+            ("GET", "/health", self._health),
+            ("GET", "/ready", self._ready),
+            ("GET", "/version", self._version),
+            ("GET", "/metrics", self._metrics),
+            ("GET", "/load", self._load),
+        ]
         routes = [
-            Route("/v1/completions", _guarded(self._completions), methods=["POST"]),
-            Route("/v1/chat/completions", _guarded(self._chat), methods=["POST"]),
-            Route("/v1/models", _guarded(self._models), methods=["GET"]),
-            Route("/v1/models/{model:path}", _guarded(self._one_model), methods=["GET"]),
-            Route("/health", _guarded(self._health), methods=["GET"]),
-            Route("/ready", _guarded(self._ready), methods=["GET"]),
-            Route("/version", _guarded(self._version), methods=["GET"]),
-            Route("/metrics", _guarded(self._metrics), methods=["GET"]),
-            Route("/load", _guarded(self._load), methods=["GET"]),
+            Route(path, _guarded(endpoint, self._service.failures), methods=[method])
+            for method, path, endpoint in endpoints
         ]
         return Starlette(
             routes=routes,
@@ -168,7 +173,14 @@ class OpenAIHttp:
         self, shape: CompletionShape, streaming: Streaming, requests: Sequence[Request]
     ) -> AnswerResponse:
         streams = [self._service.answer(request) for request in requests]
-        return AnswerResponse(shape, streaming, requests, streams, self._keepalive_s)
+        return AnswerResponse(
+            shape,
+            streaming,
+            requests,
+            streams,
+            keepalive_s=self._keepalive_s,
+            failures=self._service.failures,
+        )
 
     def _model_json(self) -> dict[str, Any]:
         return {
@@ -237,7 +249,7 @@ def _given_id(scope: Scope) -> str | None:
     return None
 
 
-def _guarded(endpoint: Endpoint) -> Endpoint:
+def _guarded(endpoint: Endpoint, failures: Failures) -> Endpoint:
     """The endpoint, with whatever it raises as an answer in OpenAI's shape."""
 
     async def guarded(http: HttpRequest) -> Response | AnswerResponse:
@@ -246,7 +258,7 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
         except HTTPException:
             raise
         except Exception as error:
-            return error_response(error)
+            return error_response(failures.refused(error))
 
     return guarded
 

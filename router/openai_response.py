@@ -21,8 +21,10 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from protocol.errors import TandemError
 from protocol.types import Complete, Delta, Request, Usage
 from router.answers import Answers, Event
+from router.failures import Failures
 from router.openai_replies import (
     DONE,
     KEEP_ALIVE,
@@ -33,7 +35,6 @@ from router.openai_replies import (
     usage_json,
 )
 from router.openai_types import Streaming
-from router.service import as_tandem_error
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,10 +43,9 @@ SSE_HEADERS = [
 ]
 
 
-def error_response(error: BaseException) -> JSONResponse:
-    """Any failure as an HTTP answer in OpenAI's shape."""
-    known = as_tandem_error(error)
-    return JSONResponse(error_json(known), known.http_status, error_headers(known))
+def error_response(error: TandemError) -> JSONResponse:
+    """A failure as an HTTP answer in OpenAI's shape."""
+    return JSONResponse(error_json(error), error.http_status, error_headers(error))
 
 
 class AnswerResponse:
@@ -57,13 +57,16 @@ class AnswerResponse:
         streaming: Streaming,
         requests: Sequence[Request],
         streams: Sequence[AsyncGenerator[Event, None]],
+        *,
         keepalive_s: float,
+        failures: Failures,
     ) -> None:
         self._shape = shape
         self._streaming = streaming
         self._prompt_tokens = [len(request.prompt) for request in requests]
         self._streams = streams
         self._keepalive_s = keepalive_s
+        self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer until the answer or the client ends."""
@@ -94,7 +97,7 @@ class AnswerResponse:
             whole = self._shape.whole(texts, [ends[i] for i in range(len(texts))])
             response = JSONResponse(whole)
         except Exception as error:
-            response = error_response(error)
+            response = error_response(self._failures.known(error))
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,9 +114,9 @@ class AnswerResponse:
             return  # the client is gone: nobody is left to tell
         except Exception as error:
             if not started:
-                await error_response(error)(scope, receive, send)
+                await error_response(self._failures.known(error))(scope, receive, send)
                 return
-            await _send_body(send, sse(error_json(as_tandem_error(error))))
+            await _send_body(send, sse(error_json(self._failures.known(error))))
         await send({"type": "http.response.body", "body": b""})
 
     async def _events(

@@ -10,21 +10,16 @@ gives its stream, which ends both legs when it is closed early.
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from protocol.errors import InternalError, TandemError
 from protocol.types import Complete, Delta, Request
-from router.dispatcher import RouterStatus
+from router.failures import Failures
 from router.params import Asked, Intake
+from router.status import RouterStatus
 from router.text import IncrementalText
 
-RETRY_AFTER_S = 1.0
 LONG_PROMPT_CHARS = 4096  # above: encoding takes longer than a stream may be held up
-
-log = logging.getLogger(__name__)
 
 
 class Codec(Protocol):
@@ -49,10 +44,11 @@ class Core(Protocol):
 class InferenceService:
     """One per router; every method runs on the router's event loop."""
 
-    def __init__(self, intake: Intake, codec: Codec, core: Core) -> None:
+    def __init__(self, intake: Intake, codec: Codec, core: Core, failures: Failures) -> None:
         self.intake = intake
         self.codec = codec
         self.core = core
+        self.failures = failures
 
     async def from_text(self, text: str, asked: Asked, field: str = "prompt") -> Request:
         """The request for a plain prompt. Raises as ``Intake.request``."""
@@ -87,17 +83,3 @@ class InferenceService:
     def answer(self, request: Request) -> AsyncGenerator[Delta | Complete, None]:
         """The answer as it grows: ``Delta``s, then one ``Complete``. Close it to cancel."""
         return self.core.generate(request, self.codec.decoder_for(request))
-
-
-def as_tandem_error(error: BaseException) -> TandemError:
-    """What a client may know of a failure: a bug becomes an id that is also in the log.
-
-    Where a repeat can help it is told when: after ``RETRY_AFTER_S`` if the cause does not say.
-    """
-    if isinstance(error, TandemError):
-        if error.retryable and error.retry_after_s is None:
-            error.retry_after_s = RETRY_AFTER_S
-        return error
-    incident = secrets.token_hex(6)
-    log.error("incident %s: a request failed with a bug", incident, exc_info=error)
-    return InternalError(f"internal error, incident {incident}; the router's log has the details")

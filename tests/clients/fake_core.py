@@ -28,7 +28,7 @@ from protocol.types import (
     Usage,
     WorkerInfo,
 )
-from router.dispatcher import RouterStatus
+from router.status import RouterStatus
 from router.text import IncrementalText
 
 ANSWER = "Tandem says: grüße, 世界 \U0001f6b2! One. Two. Three."

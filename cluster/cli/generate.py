@@ -1,0 +1,133 @@
+"""``tandem generate``: one prompt, one answer, over gRPC.
+
+stdout holds the answer (or, with ``--json``, one JSON object), stderr what it took and where
+each stage ran. Ctrl-C ends the request at the server.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from protocol.types import Complete
+    from protocol.wire.inference_client import GenerateCall
+
+CONNECT_S = 5.0
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads stdin.')],
+    max_tokens: Annotated[int | None, typer.Option(help="Default: rest of the context.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of probability to keep.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Candidates to keep; 0: all.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; repeatable.")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's end.")
+    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    grpc: Annotated[str, typer.Option(help="The server's gRPC address.")] = "127.0.0.1:9000",
+    timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Generate from one prompt by gRPC and print the answer as it comes."""
+    import asyncio
+
+    from protocol.errors import InvalidArgument
+    from protocol.wire.inference_client import GenerateCall
+
+    text = _stdin() if prompt == "-" else prompt
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("the prompt is not valid UTF-8", field="prompt") from error
+    call = GenerateCall(
+        text=None if chat else text,
+        messages=[("user", text)] if chat else None,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    _check_listening(grpc)
+    asyncio.run(_run(call, grpc, timeout, json))
+
+
+async def _run(call: GenerateCall, address: str, timeout_s: float | None, as_json: bool) -> None:
+    import json
+    import time
+    from contextlib import aclosing
+
+    from protocol.types import Delta
+    from protocol.wire.inference_client import InferenceClient
+
+    token_ids: list[int] = []
+    text, begin = "", time.monotonic()
+    async with (
+        InferenceClient(address) as client,
+        aclosing(client.generate(call, timeout_s)) as pieces,
+    ):
+        async for piece in pieces:
+            if isinstance(piece, Delta):
+                text += piece.text
+                token_ids += piece.token_ids
+                if not as_json:
+                    typer.echo(piece.text, nl=False)
+                continue
+            if as_json:
+                typer.echo(json.dumps(answer_json(text, token_ids, piece), ensure_ascii=False))
+            else:
+                typer.echo()
+                typer.echo(summary(piece, time.monotonic() - begin), err=True)
+
+
+def answer_json(text: str, token_ids: list[int], end: Complete) -> dict[str, Any]:
+    """The whole answer as ``--json`` prints it."""
+    from dataclasses import asdict
+
+    return {
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": end.finish_reason.value,
+        "matched_stop": end.matched_stop,
+        "usage": asdict(end.usage),
+        "timings": [asdict(timing) for timing in end.timings],
+    }
+
+
+def summary(end: Complete, seconds: float) -> str:
+    """One line: how many tokens in which time, and where each stage ran."""
+    usage = end.usage
+    stages = ", ".join(f"{t.stage} {t.seconds:.3f} s on {t.worker_id}" for t in end.timings)
+    counts = f"{usage.prompt_tokens} -> {usage.completion_tokens} tokens in {seconds:.2f} s"
+    return f"[{counts} ({end.finish_reason.value}){': ' + stages if stages else ''}]"
+
+
+def _stdin() -> str:
+    import sys
+
+    return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+
+
+def _check_listening(address: str) -> None:
+    """A server that is not there is one sentence, at once."""
+    import socket
+
+    from protocol.errors import ConfigError, Unavailable
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{address!r} is not host:port", field="grpc")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise Unavailable(
+            f"nothing answers at {address} ({error}); "
+            "is a server running? start one with: tandem serve CONFIG"
+        ) from error
