@@ -201,4 +201,6 @@ def _classes(base: type[TandemError]) -> list[type[TandemError]]:
     return [base, *(c for sub in base.__subclasses__() for c in _classes(sub))]
 
 
-BY_REASON: dict[str, type[TandemError]] = {c.reason: c for c in reversed(_classes(TandemError))}
+BY_REASON: dict[str, type[TandemError]] = {
+    c.reason: c for c in _classes(TandemError) if c is not TandemError
+}
