@@ -292,4 +292,4 @@ class Receiving:
 
 def late(what: str) -> Count:
     """An event of something that is over or was never here: counted, and that is all."""
-    return Count("tandem_late_events_total", what)
+    return Count("events_ignored", what)

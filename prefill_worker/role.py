@@ -385,7 +385,7 @@ class PrefillRole:
 
 
 def _late(what: str) -> Count:
-    return Count("tandem_late_events_total", what)
+    return Count("events_ignored", what)
 
 
 def _average(old: float, new: float) -> float:
