@@ -59,6 +59,9 @@ class Routers:
         self._telemetry = telemetry
         self._sends: dict[str, Callable[[WorkerToRouter], None]] = {}
 
+    def __len__(self) -> int:
+        return len(self._sends)
+
     def attach(self, router_id: str, send: Callable[[WorkerToRouter], None]) -> None:
         """A router's Session is up."""
         self._sends[router_id] = send

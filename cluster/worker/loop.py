@@ -61,7 +61,6 @@ class RoleHost:
 
     def __init__(
         self,
-        role: WorkerRole,
         *,
         worker_id: str,
         carry_out: Callable[[Sequence[Effect]], None],
@@ -69,7 +68,7 @@ class RoleHost:
         before_effects: Callable[[], None] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self._role = role
+        self._installed: WorkerRole | None = None
         self._worker_id = worker_id
         self._carry_out = carry_out
         self._clock = clock
@@ -88,7 +87,18 @@ class RoleHost:
         self._checked_at = float("-inf")
         self._check_due = True
 
+    @property
+    def _role(self) -> WorkerRole:
+        if self._installed is None:
+            raise InternalError(f"{self._worker_id} has no role yet")
+        return self._installed
+
     # --- from any thread -----------------------------------------------------------------------
+
+    def install(self, role: WorkerRole) -> None:
+        """Host this role from now on; before any event, tick or engine thread."""
+        with self.lock:
+            self._installed = role
 
     def submit(self, event: Event) -> None:
         """Hand one event to the role and carry out its effects."""
@@ -100,7 +110,7 @@ class RoleHost:
     def tick(self) -> None:
         """Let the role end what is overdue."""
         with self.lock:
-            self._decide("tick", self._role.tick)
+            self._decide("tick", lambda now: self._role.tick(now))
 
     def load(self) -> WorkerLoad:
         """The role's load, with the progress that this runtime measures."""
@@ -283,11 +293,16 @@ class EngineThread:
         self._host = host
         self._run = run
         self._prepare = prepare
+        self._prepared = threading.Event()
+        self._refusal: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to compute."""
+        """Begin to compute; returns when ``prepare`` has, and raises what it raised."""
         self._thread.start()
+        self._prepared.wait()
+        if self._refusal is not None:
+            raise self._refusal
 
     @property
     def alive(self) -> bool:
@@ -300,8 +315,14 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
+        try:
+            if self._prepare is not None:
+                self._prepare()
+        except BaseException as error:
+            self._refusal = error
+            return
+        finally:
+            self._prepared.set()
         while (plan := self._host.next_plan()) is not None:
             try:
                 result = self._run(plan)

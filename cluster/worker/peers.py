@@ -34,7 +34,7 @@ from kv_transfer.rendezvous import Rendezvous, RendezvousMap
 from kv_transfer.transport import LinkName
 from protocol.errors import InternalError, TandemError, Unavailable
 from protocol.events import FromPeer, LinkBroken, PeerLost
-from protocol.messages import Hello, ReceiverToSender, SenderToReceiver
+from protocol.messages import Hello, ReceiverToSender, SenderToReceiver, TransferHeartbeat
 from protocol.types import Peer
 from protocol.wire.telemetry import Telemetry
 
@@ -92,6 +92,7 @@ class OutgoingPeers:
         links: Links,
         hello: Callable[[int], Hello],
         dialler: Dialler,
+        heartbeat_s: float,
         link_over_s: float,
     ) -> None:
         self._loop = loop
@@ -99,6 +100,7 @@ class OutgoingPeers:
         self._links = links
         self._hello = hello
         self._dialler = dialler
+        self._heartbeat_s = heartbeat_s
         self._link_over_s = link_over_s
         self._entries: dict[str, _Outgoing] = {}
         self._epochs = itertools.count(1)
@@ -211,12 +213,14 @@ class OutgoingPeers:
         error: TandemError = Unavailable(f"worker {peer.worker_id} ended the stream")
         stream: TransferStream | None = None
         store: RemoteStore | None = None
+        heartbeats: asyncio.Task[None] | None = None
         try:
             await self._wait_link_over(peer.worker_id)
             stream = self._dialler.stream(peer, hello)
             name = link_name(hello, await stream.connect())
             store = self._dialler.store(peer, name.key)
             self._come_up(entry, stream, store, name)
+            heartbeats = self._loop.create_task(self._beat(stream))
             async for message in stream.messages():
                 self._host.submit(FromPeer(peer.worker_id, message))
         except TandemError as failure:
@@ -226,6 +230,8 @@ class OutgoingPeers:
             error = InternalError(f"stream to {peer.worker_id}: {type(failure).__name__}")
         finally:
             self._end(entry, error)
+            if heartbeats is not None:
+                heartbeats.cancel()
             if stream is not None:
                 await stream.close()
             if store is not None:
@@ -243,6 +249,12 @@ class OutgoingPeers:
             while entry.queue:
                 stream.send_nowait(entry.queue.popleft())
         entry.up.set()
+
+    async def _beat(self, stream: TransferStream) -> None:
+        """The receiver hears from this worker also while no ticket is between the two."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            stream.send_nowait(TransferHeartbeat())
 
     async def _wait_link_over(self, worker_id: str) -> None:
         deadline = self._loop.time() + self._link_over_s

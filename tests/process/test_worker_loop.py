@@ -83,7 +83,8 @@ class Bench:
         self.clock = Clock()
         self.effects: list[Effect] = []
         self.also: Callable[[Effect], None] = lambda effect: None
-        self.host = RoleHost(self.role, worker_id="w", carry_out=self.carry_out, clock=self.clock)
+        self.host = RoleHost(worker_id="w", carry_out=self.carry_out, clock=self.clock)
+        self.host.install(self.role)
 
     def carry_out(self, effects) -> None:
         for effect in effects:
