@@ -39,8 +39,7 @@ from protocol.events import FromPeer, FromRouter, PeerLost, RouterLost
 from protocol.messages import Done, Hello, TransferHeartbeat, WorkerHeartbeat
 from protocol.types import Outcome, TicketId
 from protocol.wire import session_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from protocol.wire.channel import WireServer, abort_with
-from protocol.wire.clients import ACCEPTED_KEY, ROUTER_ID_KEY
+from protocol.wire.channel import ACCEPTED_KEY, ROUTER_ID_KEY, WireServer, abort_with
 from protocol.wire.convert import RECEIVER_FRAMES, ROUTER_FRAMES, SENDER_FRAMES, WORKER_FRAMES
 from protocol.wire.stream import QUEUE_LIMIT, Duplex
 

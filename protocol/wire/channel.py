@@ -41,6 +41,8 @@ from protocol.errors import (
 )
 
 TOKEN_KEY = "tandem-cluster-token"
+ROUTER_ID_KEY = "tandem-router-id"
+ACCEPTED_KEY = "tandem-accepted"  # the server's initial metadata once it has taken a stream
 DOMAIN = "tandem"
 MESSAGE_LIMIT = 16 << 20
 _DETAILS_KEY = "grpc-status-details-bin"

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from protocol.agreement import check_agreement
 from protocol.config import TimingConfig
@@ -38,120 +37,23 @@ from protocol.wire import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from protocol.wire.channel import aio_channel, blocking_channel, from_rpc_error, token_metadata
+from protocol.wire.channel import (
+    ROUTER_ID_KEY,
+    blocking_channel,
+    from_rpc_error,
+    token_metadata,
+)
 from protocol.wire.convert import (
     RECEIVER_FRAMES,
     ROUTER_FRAMES,
     SENDER_FRAMES,
     WORKER_FRAMES,
-    FrameCodec,
 )
 from protocol.wire.convert_front import decode_status
 from protocol.wire.stream import Duplex
+from protocol.wire.stream_call import StreamCall
 
-ROUTER_ID_KEY = "tandem-router-id"
-ACCEPTED_KEY = "tandem-accepted"  # the server's initial metadata once it has taken the call
 CONNECT_S = 4.0
-
-
-class _StreamCall:
-    """A channel, one streaming call on it and the task that writes it."""
-
-    def __init__(self, endpoint: str, timing: TimingConfig, connect_s: float) -> None:
-        self.endpoint = endpoint
-        self._connect_s = connect_s
-        self._channel = aio_channel(endpoint, timing)
-        self._call: Any = None
-        self._duplex: Duplex | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._closing = False
-
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        return self._channel
-
-    async def open(self, call: Any, outgoing: FrameCodec, incoming: FrameCodec) -> Duplex:
-        """Wait for the server's answer to a call just started; raises its refusal."""
-        self._call = call
-        try:
-            async with asyncio.timeout(self._connect_s):
-                accepted = await call.initial_metadata()
-                if ACCEPTED_KEY not in dict(accepted or ()):
-                    await call.read()  # refused: raises why
-                    raise Unavailable(f"{self.endpoint}: not a Tandem worker")
-        except TimeoutError:
-            await self.close()
-            raise Unavailable(f"{self.endpoint}: no answer in {self._connect_s} s") from None
-        except grpc.aio.AioRpcError as error:
-            await self.close()
-            raise from_rpc_error(error) from error
-        except Unavailable:
-            await self.close()
-            raise
-        self._duplex = Duplex(call, outgoing, incoming)
-        self._tasks.append(asyncio.create_task(self._write(self._duplex)))
-        return self._duplex
-
-    def keep(self, duplex: Duplex, timing: TimingConfig, beat: Any | None = None) -> None:
-        """While the stream lives: say ``beat`` every ``heartbeat_s``, end it on long silence."""
-
-        async def watch() -> None:
-            loop = asyncio.get_running_loop()
-            while duplex.closed is None:
-                if beat is not None:
-                    duplex.send(beat)
-                due = loop.time() + timing.heartbeat_s
-                await asyncio.sleep(timing.heartbeat_s)
-                # When this loop itself was held up, frames may lie unread: no verdict this time.
-                on_time = loop.time() - due < timing.heartbeat_s
-                silent_s = loop.time() - duplex.heard_at
-                if on_time and silent_s > timing.peer_dead_s:
-                    duplex.close(
-                        Unavailable(f"{self.endpoint} has said nothing for {silent_s:.1f} s")
-                    )
-
-        self._tasks.append(asyncio.create_task(watch()))
-
-    async def _write(self, duplex: Duplex) -> None:
-        try:
-            await duplex.write_all()
-        except TandemError as error:
-            duplex.close(error)
-            self._call.cancel()  # wakes the reader, which reports the cause
-
-    async def messages(self, duplex: Duplex) -> AsyncIterator[Any]:
-        """Every message until the stream ends; raises why, unless we closed it ourselves."""
-        cause: TandemError = Unavailable(f"{self.endpoint} has ended the stream")
-        while True:
-            try:
-                message = await duplex.read()
-            except TandemError as error:
-                cause = duplex.closed or error
-                break
-            except asyncio.CancelledError:
-                if duplex.closed is None:
-                    raise  # our caller's own end, not the call's
-                cause = duplex.closed
-                break
-            if message is None:
-                break
-            yield message
-        if self._closing:
-            return
-        duplex.close(cause)
-        raise cause
-
-    async def close(self) -> None:
-        self._closing = True
-        if self._duplex is not None:
-            self._duplex.close(Unavailable("closed here"))
-        if self._call is not None:
-            self._call.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        await self._channel.close()
 
 
 class SessionClient:
@@ -168,7 +70,7 @@ class SessionClient:
     ) -> None:
         self._timing = timing or TimingConfig()
         self._metadata = (*token_metadata(secret), (ROUTER_ID_KEY, router_id))
-        self._stream = _StreamCall(endpoint, self._timing, connect_s)
+        self._stream = StreamCall(endpoint, self._timing, connect_s)
         self._duplex: Duplex | None = None
 
     async def connect(self) -> None:
@@ -218,7 +120,7 @@ class TransferClient:
         self._metadata = token_metadata(secret)
         self._connect_s = connect_s
         self._timing = timing or TimingConfig()
-        self._stream = _StreamCall(endpoint, self._timing, connect_s)
+        self._stream = StreamCall(endpoint, self._timing, connect_s)
         self._duplex: Duplex | None = None
 
     async def connect(self) -> Hello:

@@ -32,8 +32,8 @@ from protocol.messages import (
 from protocol.types import Outcome, Peer, SamplingParams, Ticket, TicketId
 from protocol.wire import session_pb2 as s
 from protocol.wire import session_pb2_grpc
-from protocol.wire.channel import aio_channel, token_metadata
-from protocol.wire.clients import ROUTER_ID_KEY, SessionClient
+from protocol.wire.channel import ROUTER_ID_KEY, aio_channel, token_metadata
+from protocol.wire.clients import SessionClient
 
 ID = TicketId("r1")
 TICKET = Ticket(

@@ -33,8 +33,8 @@ from protocol.messages import (
 from protocol.types import KvGeometry, Peer, TicketId
 from protocol.wire import transfer_pb2 as t
 from protocol.wire import transfer_pb2_grpc
-from protocol.wire.channel import WireServer, aio_channel, token_metadata
-from protocol.wire.clients import ACCEPTED_KEY, StoreClient, TransferClient
+from protocol.wire.channel import ACCEPTED_KEY, WireServer, aio_channel, token_metadata
+from protocol.wire.clients import StoreClient, TransferClient
 from protocol.wire.convert import RECEIVER_FRAMES, SENDER_FRAMES
 
 ID = TicketId("r1", 2)
