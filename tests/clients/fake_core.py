@@ -66,7 +66,7 @@ class FakeCore:
     """What ``router.dispatcher.Dispatcher`` offers, without workers."""
 
     def __init__(self, codec: ByteCodec) -> None:
-        self._codec = codec
+        self.codec = codec
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.changed = threading.Condition()  # notified when one of the two lists grows
@@ -100,11 +100,11 @@ class FakeCore:
     ) -> AsyncGenerator[Delta | Complete, None]:
         self._loop = asyncio.get_running_loop()
         self._note(self.requests, request)
-        prompt = self._codec.decode(request.prompt)
+        prompt = self.codec.decode(request.prompt)
         ended = False
         try:
             await self._steer(prompt, "first")
-            answer = self._codec.encode(ANSWER)[: request.sampling.max_tokens]
+            answer = self.codec.encode(ANSWER)[: request.sampling.max_tokens]
             for index, token in enumerate(answer):
                 if index == 2:
                     await self._steer(prompt, "later")
@@ -117,7 +117,7 @@ class FakeCore:
             rest = text.finish()
             if rest:
                 yield Delta(len(answer), (), rest)
-            cut = len(answer) < len(self._codec.encode(ANSWER))
+            cut = len(answer) < len(self.codec.encode(ANSWER))
             ended = True
             yield self._end(
                 request, len(answer), FinishReason.LENGTH if cut else FinishReason.STOP, None
