@@ -320,6 +320,46 @@ def test_no_thread_and_no_file_is_left_behind(transport: Transport, cycles: int)
     assert (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))) == before
 
 
+def test_posting_from_many_threads_while_the_link_is_closed(pair: Pair) -> None:
+    sender, receiver = pair.make()
+    carried, stop = threading.Event(), threading.Event()
+
+    def post(first: int) -> None:
+        segment = first
+        while not stop.is_set():
+            with posting:  # what the runtime's lock does: one order of sends and receives
+                sender.send(segment, [segment % PAGES])
+                receiver.receive(segment, [segment % PAGES])
+            segment += 4
+            if segment > 200:
+                carried.set()
+
+    posting = threading.Lock()
+    threads = [threading.Thread(target=post, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    assert carried.wait(20)
+    incoming = receiver.links.get("sender", outgoing=False)
+    assert incoming is not None
+    incoming.close("amid everything")
+    seen: list[int] = []
+    while not isinstance(event := receiver.next(), LinkBroken):
+        assert isinstance(event, SegmentReceived)
+        seen.append(event.segment)
+    frozen = receiver.pool.rows.clone()
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(seen) == len(set(seen)), "a segment was reported twice"
+    assert torch.equal(frozen, receiver.pool.rows), "a page was written after the link's end"
+    while not isinstance(sender.next(), LinkBroken):
+        pass
+    for side in (sender, receiver):
+        assert side.links.close_all("over", 10)
+        later = [side.events.get_nowait() for _ in range(side.events.qsize())]
+        assert all(isinstance(event, LinkBroken) for event in later)  # "not connected" ones
+
+
 class _StuckLink:
     """A link whose end cannot be had, as NCCL's abort can do."""
 

@@ -158,6 +158,12 @@ def test_a_transport_for_another_device_is_refused() -> None:
     assert LoopbackTransport().capabilities.devices == {"cpu"}
 
 
+def test_an_address_of_another_host_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"kv\.interface '203\.0\.113\.7'") as caught:
+        P2pTransport(hostname="203.0.113.7")
+    assert caught.value.field == "kv.interface"
+
+
 # --- rendezvous --------------------------------------------------------------------------------
 
 
