@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from protocol.errors import InvalidArgument
 from router.json_fields import parse_json
 from router.openai_types import MAX_PROMPTS, chat_call, completion_call

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from protocol.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
 from router.params import (
     MAX_STOPS,
