@@ -36,6 +36,7 @@ from kv_transfer.transport import (
     LinkOverdue,
     LinkStuck,
 )
+from protocol.errors import ConfigError
 
 Backend = Literal["gloo", "nccl"]
 
@@ -60,7 +61,8 @@ class P2pTransport:
     """Makes links of one backend.
 
     ``hostname`` is the address that gloo's sockets bind to. ``abort_timeout_s`` bounds NCCL's
-    abort; past it ``close`` raises ``LinkStuck``.
+    abort; past it ``close`` raises ``LinkStuck``. Raises ``ConfigError`` when nothing can bind to
+    ``hostname``.
     """
 
     name = "p2p"
@@ -90,6 +92,8 @@ class P2pTransport:
         self._hostname = hostname
         self._abort_timeout_s = abort_timeout_s
         self._make_group = make_group or (self._nccl_group if cuda else self._gloo_group)
+        if not cuda:
+            self._gloo_device()  # a wrong address is refused at the start, not at the first link
 
     def link(self, name: LinkName, *, outgoing: bool, rendezvous: Rendezvous) -> P2pLink:
         """This side's end, not yet connected."""
@@ -107,8 +111,18 @@ class P2pTransport:
         # gloo dials up to five times with this timeout each; operations bring their own.
         options._timeout = timedelta(seconds=timeout_s / _GLOO_DIALS)
         options._threads = 1  # serves collectives only; point-to-point needs none
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._hostname)]
+        options._devices = [self._gloo_device()]
         return dist.ProcessGroupGloo(store, rank, 2, options)
+
+    def _gloo_device(self) -> Any:
+        try:
+            return dist.ProcessGroupGloo.create_device(hostname=self._hostname)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"kv.interface {self._hostname!r} is no address of this host that gloo can bind "
+                f"to: {str(error).splitlines()[0]}",
+                field="kv.interface",
+            ) from error
 
     def _nccl_group(self, store: RendezvousStore, rank: int, timeout_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
@@ -255,7 +269,7 @@ class P2pLink:
     def _failure(self, error: Exception) -> LinkError:
         if self._aborted:
             return LinkAborted("closed")
-        text = str(error).splitlines()[0]
+        text = (str(error) or type(error).__name__).splitlines()[0]
         if "Timed out" in text or "timeout" in text:
             return LinkOverdue("an operation did not end in time")
         if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
