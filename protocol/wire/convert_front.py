@@ -23,6 +23,7 @@ from protocol.wire.convert_parts import (
     encode_timings,
     known,
     need,
+    number,
 )
 
 
@@ -101,7 +102,7 @@ def decode_status(message: a.StatusResponse) -> ClusterStatus:
         cluster=message.cluster,
         mode=Mode(message.mode),
         model=message.model,
-        uptime_s=message.uptime_s,
+        uptime_s=number(message.uptime_s, "uptime_s"),
         workers=tuple(
             WorkerStatus(
                 worker_id=w.worker_id,
@@ -117,5 +118,5 @@ def decode_status(message: a.StatusResponse) -> ClusterStatus:
             for w in message.workers
         ),
         routers=tuple(RouterStatus(r.router_id, r.state, r.http, r.grpc) for r in message.routers),
-        notes=tuple(Note(n.age_s, n.text) for n in message.notes),
+        notes=tuple(Note(number(n.age_s, "age_s"), n.text) for n in message.notes),
     )

@@ -59,7 +59,7 @@ def known(table: Mapping[Any, Any], number: int, field: str) -> Any:
     return table[number]
 
 
-def number(value: float, field: str) -> float:
+def number(value: Any, field: str) -> Any:
     """A number that can be compared; ``MalformedFrame`` for NaN."""
     if math.isnan(value):
         raise MalformedFrame(f"{field} is not a number", field=field)
@@ -98,7 +98,11 @@ def decode_failure(message: c.Failure) -> ErrorInfo:
         message.reason,
         message.message,
         message.field if message.HasField("field") else None,
-        message.retry_after_s if message.HasField("retry_after_s") else None,
+        (
+            number(message.retry_after_s, "retry_after_s")
+            if message.HasField("retry_after_s")
+            else None
+        ),
     )
 
 
@@ -109,7 +113,7 @@ def encode_timings(values: tuple[StageTiming, ...]) -> list[c.StageTiming]:
 
 def decode_timings(messages: Any) -> tuple[StageTiming, ...]:
     """Stage timings in their order."""
-    return tuple(StageTiming(v.stage, v.worker_id, v.seconds) for v in messages)
+    return tuple(StageTiming(v.stage, v.worker_id, number(v.seconds, "seconds")) for v in messages)
 
 
 _LOAD_FIELDS = tuple(WorkerLoad.__dataclass_fields__)
@@ -122,7 +126,7 @@ def encode_load(value: WorkerLoad) -> c.WorkerLoad:
 
 def decode_load(message: c.WorkerLoad) -> WorkerLoad:
     """A worker's load."""
-    return WorkerLoad(**{name: getattr(message, name) for name in _LOAD_FIELDS})
+    return WorkerLoad(**{name: number(getattr(message, name), name) for name in _LOAD_FIELDS})
 
 
 def _encode_peer(value: Peer | None) -> c.Peer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +124,7 @@ CHANNELS = {
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_every_message_survives_its_channel(channel: str, data: st.DataObject) -> None:
     codec, union, strategies = CHANNELS[channel]
@@ -163,6 +164,25 @@ STATUS = st.builds(
 @given(STATUS)
 def test_status_survives(value: cluster.ClusterStatus) -> None:
     assert decode_status(encode_status(value)) == value
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_damaged_bytes_are_a_message_or_refused_never_anything_else(
+    channel: str, data: st.DataObject
+) -> None:
+    codec, _, strategies = CHANNELS[channel]
+    frame = codec.encode(data.draw(st.one_of(strategies)))
+    raw = bytearray(frame.SerializeToString())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw)))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    try:
+        value = codec.decode(type(frame).FromString(bytes(raw)))
+    except (MalformedFrame, DecodeError):
+        return
+    assert codec.decode(codec.encode(value)) == value
 
 
 TICKET = s.Ticket(
