@@ -39,8 +39,10 @@ def test_every_form_of_a_prompt(prompt, read):
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, "", [], 5, {"a": 1}, [1, "a"], [True], [[1, True]], [1.5], [""], ["a", ""], [None]]
-    + [["a"] * (MAX_PROMPTS + 1), "\ud800"],
+    [
+        *(None, "", [], 5, {"a": 1}, [1, "a"], [True], [[1, True]], [1.5], [""], ["a", ""]),
+        *([None], ["a"] * (MAX_PROMPTS + 1), "\ud800"),
+    ],
 )
 def test_wrong_prompts_name_the_prompt(prompt):
     with pytest.raises(InvalidArgument) as caught:
@@ -195,8 +197,11 @@ def test_stream_options():
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[1]", b'"a"', b"null", b"\xff\xfe\x00", b"[" * 200_000, b'{"a":' + b"9" * 5000]
-    + [b'{"temperature": NaN}', b'{"x": {"y": Infinity}}', b'{"top_p": -Infinity}'],
+    [
+        *(b"", b"{", b"[1]", b'"a"', b"null", b"\xff\xfe\x00", b"[" * 200_000),
+        *(b'{"temperature": NaN}', b'{"x": {"y": Infinity}}', b'{"top_p": -Infinity}'),
+        b'{"a":' + b"9" * 5000,
+    ],
 )
 def test_what_is_not_a_json_object_is_refused(raw):
     with pytest.raises(InvalidArgument):
