@@ -140,12 +140,12 @@ def reference_generate(
     With ``ignore_eos`` exactly ``max_new`` of them; else an end token, if any, is the last.
     """
     model = _reference(folder)
-    ends = None if ignore_eos else model.generation_config.eos_token_id
+    # An id that no token has: with None, or with min_new_tokens, generate would take the end ids
+    # of the model's own generation config and forbid them.
+    ends = [-1] if ignore_eos else model.generation_config.eos_token_id
     settings = GenerationConfig(
         max_new_tokens=max_new, do_sample=False, eos_token_id=ends, pad_token_id=PAD
     )
-    if ignore_eos:
-        settings.min_new_tokens = max_new
     ids = torch.tensor([list(prompt_ids)])
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
