@@ -73,6 +73,15 @@ class RaySession:
             raise
         return cls(record)
 
+    def warnings(self) -> tuple[str, ...]:
+        """What an operator should know about this Ray."""
+        if self.record.owned or os.environ.get("RAY_AUTH_MODE") == "token":
+            return ()
+        return (
+            f"the Ray at {self.record.address} asks for no token: whoever reaches its ports "
+            "can run programs there",
+        )
+
     def leave(self) -> None:
         """Disconnect this process. Ray and everything in it runs on."""
         import ray
@@ -90,22 +99,17 @@ def connect(record: RayRecord) -> RaySession:
     return RaySession(record)
 
 
-def end_ray(record: RayRecord) -> int:
+def end_ray(record: RayRecord, grace_s: float = _END_S) -> int:
     """End a Ray of ours and remove its folder; how many processes that were. Idempotent."""
     if not record.owned:
         return 0
-    ended = {*end(record.processes, _END_S)}
+    ended = {*end(record.processes, grace_s)}
     # Actors, and whatever they started; twice, for one that was being born during the first.
     for _ in range(2):
-        ended |= {*end(marked(MARK, record.mark), _END_S)}
+        ended |= {*end(marked(MARK, record.mark), grace_s)}
     if record.folder:
         shutil.rmtree(record.folder, ignore_errors=True)
     return len(ended)
-
-
-def joins_without_trust(record: RayRecord) -> bool:
-    """Whether that Ray obeys anybody who reaches its ports."""
-    return not record.owned and os.environ.get("RAY_AUTH_MODE") != "token"
 
 
 def _trust() -> dict[str, str]:

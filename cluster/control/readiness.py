@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from protocol.status import WorkerStatus
-from protocol.types import Mode
+from protocol.types import Mode, WorkerInfo
 
 
 class StepState(StrEnum):
@@ -56,7 +55,7 @@ class Endpoints:
     http: str  # host:port
     grpc: str  # host:port
     secret: str  # of the Admin calls; never printed
-    workers: tuple[WorkerStatus, ...] = field(default=())
+    workers: tuple[WorkerInfo, ...] = field(default=())
 
     @property
     def url(self) -> str:

@@ -6,7 +6,7 @@ never act: the controller carries the actions out and brings back what became of
 
 Life of a member, as ``Seen.phase``::
 
-    (wanted, not seen) --Start--> placing -> loading -> warming -> ready
+    (wanted, not seen) --Start--> placing -> loading -> ready
     any of these --Lose, or found dead--> lost --Replace, after a back-off--> placing
     lost too often in a row, or for a reason that a repeat cannot cure: stays lost, given up
 
@@ -42,7 +42,6 @@ class Phase(StrEnum):
 
     PLACING = "placing"
     LOADING = "loading"
-    WARMING = "warming"
     READY = "ready"
     LOST = "lost"
 

@@ -46,6 +46,7 @@ class ClusterRecord:
     ray: RayRecord | None = None
     http: str = ""
     grpc: str = ""
+    admin: str = ""  # of the controller itself
 
     @property
     def owner_alive(self) -> bool:

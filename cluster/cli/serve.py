@@ -1,0 +1,115 @@
+"""``tandem serve``: one command from a configuration to a cluster that answers.
+
+This file owns what a person sees of a start and how signals end it: the first Ctrl-C (or SIGTERM,
+or a closed terminal) ends everything in order, at any moment of the start too; the second ends
+the processes at once. Progress goes to stderr, where the cluster answers to stdout.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.control.bringup import ClusterHandle
+
+_WATCH_S = 2.0
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+def serve(
+    config: Annotated[Path, typer.Argument(help="The cluster's YAML file.", show_default=False)],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one value.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it serves; `tandem down` ends it.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print where it answers as one JSON object.")
+    ] = False,
+) -> None:
+    """Start a cluster and serve until Ctrl-C."""
+    from protocol.load import load_config
+
+    loaded = load_config(config, set_ or (), os.environ)
+    from cluster.cli.serve_view import ProgressView, ready_json, ready_text
+    from cluster.control.bringup import ClusterHandle
+
+    handle = ClusterHandle()
+    with _signals_end(handle):
+        try:
+            with ProgressView(sys.stderr) as view:
+                endpoints = handle.start(loaded, view.show)
+            for warning in handle.warnings:
+                typer.echo(f"warning: {warning}", err=True)
+            typer.echo(
+                ready_json(endpoints) if as_json else ready_text(endpoints, loaded, config, detach)
+            )
+            sys.stdout.flush()
+            if detach:
+                handle.detach()
+                return
+            _watch(handle)
+        except KeyboardInterrupt:
+            typer.echo("ending the cluster (Ctrl-C again ends it at once)", err=True)
+            ended = handle.stop("tandem serve was interrupted")
+            typer.echo(f"ended: {', '.join((*ended, 'Ray'))}" if ended else "ended", err=True)
+        finally:
+            handle.close()
+
+
+def _watch(handle: ClusterHandle) -> None:
+    """Tell what happens to the cluster until it is shut down or a signal comes."""
+    from protocol.errors import Unavailable
+
+    told: set[str] = set()
+    wait = threading.Event()
+    lost_sight = False
+    while not handle.was_shut_down():
+        try:
+            for note in handle.status().notes:
+                if note.text not in told:
+                    told.add(note.text)
+                    typer.echo(note.text, err=True)
+        except Unavailable as error:
+            if not lost_sight and not handle.was_shut_down():
+                typer.echo(f"warning: {error.message}; serving goes on without it", err=True)
+                lost_sight = True
+        wait.wait(_WATCH_S)
+    typer.echo("the cluster was shut down", err=True)
+
+
+@contextmanager
+def _signals_end(handle: ClusterHandle) -> Iterator[None]:
+    """The first signal raises ``KeyboardInterrupt`` here, the second ends the processes."""
+
+    def first(number: int, frame: Any) -> None:
+        for name in before:
+            signal.signal(name, second)
+        raise KeyboardInterrupt
+
+    def second(number: int, frame: Any) -> None:
+        handle.force()
+        os._exit(130)
+
+    before = {
+        getattr(signal, name): signal.getsignal(getattr(signal, name))
+        for name in _SIGNALS
+        if hasattr(signal, name)
+    }
+    for name in before:
+        signal.signal(name, first)
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)

@@ -1,0 +1,108 @@
+"""``tandem status``: the state of a running cluster, as a table or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.control.records import ClusterRecord
+    from protocol.status import ClusterStatus
+
+_ASK_S = 5.0
+
+
+def status(
+    config: Annotated[
+        Path | None, typer.Argument(help="The cluster's YAML file.", show_default=False)
+    ] = None,
+    grpc: Annotated[
+        str | None, typer.Option(help="gRPC address of a router, instead of a file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show pools, workers, loads and addresses."""
+    from protocol.errors import Unavailable
+    from protocol.wire.clients import AdminClient
+
+    address, secret = _find(config, grpc)
+    client = AdminClient(address, secret, call_s=_ASK_S)
+    try:
+        found = client.status()
+    except Unavailable as error:
+        raise Unavailable(f"no cluster answers at {address}: {error.message}") from None
+    finally:
+        client.close()
+    typer.echo(json.dumps(dataclasses.asdict(found)) if as_json else _table(found), nl=as_json)
+
+
+def _find(config: Path | None, grpc: str | None) -> tuple[str, str]:
+    """The gRPC address to ask, and the secret that it wants to hear."""
+    from cluster.control import records
+    from protocol.errors import InvalidArgument, Unavailable
+    from protocol.load import load_config
+
+    known = [r for r in records.load_all() if r.grpc]
+    if config is not None:
+        loaded = load_config(config, (), os.environ)
+        record = next((r for r in known if r.name == loaded.name), None)
+        if record is None and grpc is None:
+            raise Unavailable(
+                f"no cluster named {loaded.name!r} runs; `tandem serve {config}` starts it"
+            )
+        return grpc or _address(record), record.secret if record else ""
+    if grpc is not None:
+        record = next((r for r in known if r.grpc == grpc), None)
+        return grpc, record.secret if record else ""
+    if not known:
+        raise Unavailable("no cluster runs; `tandem serve CONFIG` starts one")
+    if len(known) > 1:
+        names = ", ".join(r.name for r in known)
+        raise InvalidArgument(f"several clusters run ({names}): give the YAML file or --grpc")
+    return known[0].grpc, known[0].secret
+
+
+def _address(record: ClusterRecord | None) -> str:
+    return record.grpc if record is not None else ""
+
+
+def _table(found: ClusterStatus) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    with console.capture() as text:
+        up = int(found.uptime_s)
+        console.print(
+            f"{found.cluster}: {found.model}, {found.mode}, up {up // 3600}h{up % 3600 // 60:02}m"
+            f"{up % 60:02}s"
+        )
+        workers = Table("worker", "role", "state", "running", "waiting", "moving", box=None)
+        for name in ("KV pages", "step", "threads", "pid", "endpoint"):
+            workers.add_column(name)
+        for w in found.workers:
+            load = w.load
+            workers.add_row(
+                w.worker_id,
+                w.role,
+                w.state,
+                str(load.running),
+                str(load.waiting),
+                str(load.transferring),
+                f"{load.total_pages - load.free_pages}/{load.total_pages}",
+                f"{load.step_s * 1000:.0f} ms",
+                str(w.threads),
+                str(w.pid),
+                w.endpoint,
+            )
+        console.print(workers)
+        for r in found.routers:
+            console.print(f"{r.router_id}: {r.state}  http://{r.http}/v1  grpc {r.grpc}")
+        for note in found.notes[-5:]:
+            console.print(f"{note.age_s:.0f} s ago: {note.text}", markup=False)
+    return text.get()
