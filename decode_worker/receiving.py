@@ -207,6 +207,7 @@ class Receiving:
         effects: list[Effect] = [
             ToSender(transfer.worker_id, Sealed(leg.ticket.id)),
             ToRouter(leg.router_id, Tokens((item,))),
+            Count("transfers", "sealed"),
         ]
         if item.finish_reason is not None:
             return effects + self._tickets.end(leg, Outcome.OK, None, now)

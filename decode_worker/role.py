@@ -36,6 +36,7 @@ from protocol.errors import (
 )
 from protocol.events import (
     BreakLink,
+    Count,
     Effect,
     Event,
     FromPeer,
@@ -147,11 +148,15 @@ class DecodeRole:
                 lost = Unavailable(
                     f"{leg.transfer.worker_id} said nothing about the hand-off for {silent:.1f} s"
                 ).info()
-                effects += self._tickets.lose(leg, lost, now)
-        effects += [self._intake.queued(leg) for leg in self._intake.lapse(now)]
+                effects += [Count("leases_ended", "silence"), *self._tickets.lose(leg, lost, now)]
+        for leg in self._intake.lapse(now):
+            effects += [Count("leases_ended", "credit"), self._intake.queued(leg)]
         for worker_id, ticket_id in self._intake.stale_offers(now):
             unopened = Unavailable(f"no router opened {ticket_id} here within the lease").info()
-            effects += [late("Offer"), ToSender(worker_id, Abort(ticket_id, unopened))]
+            effects += [
+                Count("leases_ended", "offer"),
+                ToSender(worker_id, Abort(ticket_id, unopened)),
+            ]
         bound = self._options.lease_s + self._options.link_op_s
         for worker_id in self._ops.overdue(now, bound):
             effects.append(BreakLink(worker_id, False, f"no segment came for {bound} s"))

@@ -19,7 +19,7 @@ from kv_transfer.attempts import Attempts
 from kv_transfer.link_ops import LinkOps
 from kv_transfer.pages import Pages
 from protocol.errors import Cancelled, ErrorInfo, InternalError
-from protocol.events import Effect, ToRouter, ToSender
+from protocol.events import Count, Effect, ToRouter, ToSender
 from protocol.lifecycle import ReceiveEvent
 from protocol.messages import Abort, Done, SenderLost
 from protocol.step import StepPlan
@@ -72,7 +72,7 @@ class Tickets:
     def lose(self, leg: Leg, error: ErrorInfo, now: float) -> list[Effect]:
         """The sender's side failed: say so before the leg ends."""
         lost = ToRouter(leg.router_id, SenderLost(leg.ticket.id, error))
-        return [lost, *self.end(leg, Outcome.FAILED, error, now)]
+        return [lost, Count("transfers", "failed"), *self.end(leg, Outcome.FAILED, error, now)]
 
     def end(self, leg: Leg, outcome: Outcome, error: ErrorInfo | None, now: float) -> list[Effect]:
         """Decide how a ticket ends; say so now, or when the step that holds it has ended."""

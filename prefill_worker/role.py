@@ -137,6 +137,7 @@ class PrefillRole:
                     f"{leg.ticket.receiver.worker_id} said nothing about the hand-off for "
                     f"{now - leg.moved_at:.1f} s"
                 ).info()
+                effects.append(Count("leases_ended", "silence"))
                 effects += self._end(leg, Outcome.FAILED, silent, now)
         bound = self._options.lease_s + self._options.link_op_s
         for worker_id in self._ops.overdue(now, bound):

@@ -129,6 +129,7 @@ class Chances:
     noise: float = 0.0  # duplicates and strangers, per message
     retry: float = 0.0  # a newer attempt while the old one lives
     short_deadline: float = 0.0
+    stall: float = 0.0  # a message, a step or a link operation takes seconds
 
 
 class World:
@@ -198,7 +199,13 @@ class World:
 
     def delay(self) -> float:
         """A network delay: mostly short, sometimes long."""
+        if self.random.random() < self.chances.stall:
+            return self.random.choice((3.0, 5.0, 7.0))
         return self.random.choice((0.0, 0.001, 0.005, 0.02, 0.3))
+
+    def link_delay(self) -> float:
+        """Until a link has moved a segment."""
+        return self.delay() if self.random.random() < self.chances.stall else self.delay() / 4
 
     def in_order(self, a: str, b: str, action: Callable[[], None]) -> None:
         """Deliver on the ordered channel from ``a`` to ``b``."""
@@ -307,7 +314,10 @@ class World:
         assert not set(plan.reasons) & set(plan.advance)
         worker.step = plan
         worker.generations = {p: worker.pages.generation(p) for r in plan.rows for p in r.pages}
-        self.after(self.random.choice((0.01, 0.05, 0.2)), lambda: self._end_step(worker))
+        seconds = self.random.choice((0.01, 0.05, 0.2))
+        if self.random.random() < self.chances.stall:
+            seconds = 6.0
+        self.after(seconds, lambda: self._end_step(worker))
 
     def _end_step(self, worker: Worker) -> None:
         plan, worker.step = worker.step, None
@@ -421,9 +431,9 @@ class World:
             elif pair.receives and pair.pipe:
                 self._receive_one(sender, receiver, pair)
             if pair.up and (pair.sends or (pair.receives and pair.pipe)):
-                self.after(self.delay() / 4, move)
+                self.after(self.link_delay(), move)
 
-        self.after(self.delay() / 4, move)
+        self.after(self.link_delay(), move)
 
     def _send_one(self, sender: str, receiver: str, pair: Pair) -> None:
         if self.random.random() < self.chances.break_link:

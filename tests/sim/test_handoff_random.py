@@ -23,6 +23,7 @@ FAULTS = Chances(
     noise=0.1,
     retry=0.05,
     short_deadline=0.1,
+    stall=0.004,
 )
 
 
@@ -58,6 +59,15 @@ def test_tight_sizes_still_finish_everything(sizes: dict[str, int]) -> None:
 def test_random_faults_leave_nothing_behind(seed: int) -> None:
     world = World(seed, FAULTS)
     world.traffic(80, 0.08)
+    world.run(2000)
+    outcomes = world.check_end()
+    assert outcomes[Outcome.OK] > 20, outcomes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stalls_end_by_the_clock_and_leave_nothing_behind(seed: int) -> None:
+    world = World(seed, Chances(stall=0.03, noise=0.05), prefill_pages=18, decode_pages=24)
+    world.traffic(80, 0.2)
     world.run(2000)
     outcomes = world.check_end()
     assert outcomes[Outcome.OK] > 20, outcomes
