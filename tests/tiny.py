@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
     "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+NO_TOKEN = 1 << 40  # an id that no vocabulary has
 MIN_VOCAB = len(SPECIAL) + 256
 
 
@@ -142,7 +143,7 @@ def reference_generate(
     model = _reference(folder)
     # An id that no token has: with None, or with min_new_tokens, generate would take the end ids
     # of the model's own generation config and forbid them.
-    ends = [-1] if ignore_eos else model.generation_config.eos_token_id
+    ends = [NO_TOKEN] if ignore_eos else model.generation_config.eos_token_id
     settings = GenerationConfig(
         max_new_tokens=max_new, do_sample=False, eos_token_id=ends, pad_token_id=PAD
     )
