@@ -52,7 +52,7 @@ from router.in_flight import InFlight
 from router.ledger import Ledger
 from router.meter import Meter
 from router.policy import Reject, Route, Wait, choose, order_key
-from router.session import SessionFactory, WorkerSessions
+from router.session import MEANT, SessionFactory, WorkerSessions
 from router.status import RouterStatus, WorkerStatus
 from router.text import IncrementalText
 
@@ -270,7 +270,7 @@ class Dispatcher:
     def session_lost(self, info: WorkerInfo, error: TandemError, cause: str) -> None:
         """A worker is gone: so is every leg that ran there."""
         self._ledger.drop_worker(info.worker_id)
-        if cause not in ("left", "closed"):
+        if cause not in MEANT:
             self._meter.worker_lost(cause)
         self._in_flight.worker_lost(info.worker_id, error)
         self._drain_soon()  # who waits for the last decode worker is refused

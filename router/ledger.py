@@ -52,7 +52,8 @@ class Book:
     @property
     def used_pages(self) -> int:
         """Pages that are, or are about to be, in use."""
-        return min(self.own_pages + self.foreign_pages, self.info.total_pages)
+        used, total = self.own_pages + self.foreign_pages, self.info.total_pages
+        return used if used < total else total
 
     @property
     def free_pages(self) -> int:

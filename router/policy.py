@@ -57,12 +57,12 @@ def choose(request: Request, ledger: Ledger, config: TandemConfig) -> Route | Wa
             "no decode worker is ready", retry_after_s=max(config.timing.peer_dead_s, 1.0)
         )
         return Reject(error.info())
-    large_enough = [book for book in receivers if pages_for(request, book) <= book.info.total_pages]
-    if not large_enough:
+    fitting = [book for book in receivers if pages_for(request, book) <= book.info.total_pages]
+    if not fitting:
         return Reject(_never_fits(request, receivers))
-    able = [book for book in large_enough if _can_reserve(request, book)]
+    able = [book for book in fitting if _can_reserve(request, book)]
     if not able:
-        return Wait(_who_is_full(request, large_enough))
+        return Wait(_who_is_full(request, fitting))
     sender, fallback = _choose_sender(request, ledger, config)
     key = _load_of_local if sender is None else _load_of_receiver
     receiver = min(able, key=key)
@@ -104,8 +104,9 @@ def pages_for(request: Request, book: Book) -> int:
 def _can_reserve(request: Request, book: Book) -> bool:
     # A sequence without a seat would have its first token and then stand still, so seats are
     # given out before any compute, not only pages.
-    has_seat = book.seats_taken < book.info.max_num_seqs
-    return has_seat and pages_for(request, book) <= book.free_pages
+    if book.seats_taken >= book.info.max_num_seqs:
+        return False
+    return pages_for(request, book) <= book.free_pages
 
 
 def _choose_sender(

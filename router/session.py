@@ -28,6 +28,7 @@ from protocol.types import WorkerInfo, WorkerLoad
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+MEANT = ("left", "closed")  # causes of a session's end that are nobody's failure
 
 log = logging.getLogger(__name__)
 
@@ -183,10 +184,11 @@ class WorkerSession:
             self._breaking = asyncio.create_task(self._link.close())
 
     def _lost(self, error: TandemError, cause: str) -> None:
-        was_up = self.state is SessionState.UP
+        worker, was_up = self.info.worker_id, self.state is SessionState.UP
         self.state, self.detail = SessionState.LOST, error.message
         if was_up:
-            log.warning("worker %s is lost (%s): %s", self.info.worker_id, cause, error.message)
+            level = logging.INFO if cause in MEANT else logging.WARNING
+            log.log(level, "session with %s is over (%s): %s", worker, cause, error.message)
             self._listener.session_lost(self.info, error, cause)
 
 
