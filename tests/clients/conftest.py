@@ -1,13 +1,17 @@
-"""One router over a fake dispatcher for the whole folder, or any server named by environment.
+"""The servers that this folder's tests talk to.
 
-``TANDEM_TEST_HTTP`` (``http://host:port``) and ``TANDEM_TEST_GRPC`` (``host:port``) put a running
-server in the fake's place; tests that steer the fake are skipped then.
+``fake`` is a router over a fake dispatcher, which tests that ask for ``served`` can steer.
+Every other test runs twice: against the fake, and against real workers with a tiny random model
+(``workers``), whose pages must all be back when the last test is over. ``TANDEM_TEST_HTTP``
+(``http://host:port``) and ``TANDEM_TEST_GRPC`` (``host:port``) put any running server in their
+place; what needs the fake is skipped then.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -48,39 +52,83 @@ def make_app(core: FakeCore, codec: ByteCodec, **more) -> RouterApp:
     )
 
 
-@pytest.fixture(scope="session")
-def _fake() -> Iterator[Served]:
+@dataclass(frozen=True)
+class Server:
+    """Where clients connect, and the fake behind it where there is one."""
+
+    http: str
+    grpc: str
+    served: Served | None = None
+
+
+@contextmanager
+def _fake() -> Iterator[Server]:
     codec = ByteCodec()
     core = FakeCore(codec)
     app = make_app(core, codec)
     endpoints = app.start()
-    yield Served(app, core, endpoints)
-    app.stop()
+    try:
+        yield Server(f"http://{endpoints.http}", endpoints.grpc, Served(app, core, endpoints))
+    finally:
+        app.stop()
+
+
+@contextmanager
+def _workers(folder) -> Iterator[Server]:
+    from serving import serving, small_config
+    from tiny import tiny_llama
+
+    with serving(small_config(tiny_llama(folder)), app=True) as cluster:
+        endpoints = cluster.endpoints
+        yield Server(f"http://{endpoints.http}", endpoints.grpc)
+        cluster.check_all_returned()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that steer the fake run against it alone, the others against every server."""
+    if "server" not in metafunc.fixturenames:
+        return
+    if "TANDEM_TEST_HTTP" in os.environ:
+        kinds = ["named"]
+    else:
+        kinds = ["fake"] if "served" in metafunc.fixturenames else ["fake", "workers"]
+    metafunc.parametrize("server", kinds, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Server]:
+    """The server of this kind, started once."""
+    if request.param == "named":
+        yield Server(os.environ["TANDEM_TEST_HTTP"], os.environ.get("TANDEM_TEST_GRPC", ""))
+    elif request.param == "fake":
+        with _fake() as fake:
+            yield fake
+    else:
+        with _workers(tmp_path_factory.mktemp("model") / "tiny") as workers:
+            yield workers
 
 
 @pytest.fixture
-def served(_fake: Served) -> Served:
+def served(server: Server) -> Served:
     """The fake, with nothing noted and nothing released."""
-    if "TANDEM_TEST_HTTP" in os.environ or "TANDEM_TEST_GRPC" in os.environ:
-        pytest.skip("needs the fake dispatcher; a real server is under test")
-    _fake.core.reset()
-    return _fake
+    if server.served is None:
+        pytest.skip("needs the fake dispatcher; another server is under test")
+    server.served.core.reset()
+    return server.served
 
 
 @pytest.fixture
-def base_url(request: pytest.FixtureRequest) -> str:
+def base_url(server: Server) -> str:
     """Where HTTP clients connect."""
-    given = os.environ.get("TANDEM_TEST_HTTP")
-    if given is None:
-        return f"http://{request.getfixturevalue('served').endpoints.http}"
-    return given
+    return server.http
 
 
 @pytest.fixture
-def grpc_address(request: pytest.FixtureRequest) -> str:
+def grpc_address(server: Server) -> str:
     """Where gRPC clients connect."""
-    given = os.environ.get("TANDEM_TEST_GRPC")
-    return given or request.getfixturevalue("served").endpoints.grpc
+    if not server.grpc:
+        pytest.skip("TANDEM_TEST_GRPC is not set")
+    return server.grpc
 
 
 @pytest.fixture

@@ -146,10 +146,6 @@ BAD = [
     ({"chat": CHAT_ROBOT}, "INVALID_ARGUMENT", "chat.messages[0].role", ["robot"]),
     ({"token_ids": {}}, "INVALID_ARGUMENT", "token_ids", ["empty"]),
     ({"token_ids": {"ids": [1 << 31]}}, "INVALID_ARGUMENT", "token_ids", ["2147483648"]),
-    ({"text": "x" * 600}, "INVALID_ARGUMENT", "text", ["600", "512"]),
-    ({"text": "x" * 9000}, "INVALID_ARGUMENT", "text", ["9000", "512"]),
-    ({"text": "x" * 99, "max_tokens": 500}, "INVALID_ARGUMENT", "max_tokens", ["99", "500", "512"]),
-    ({"text": "x" * 200_000}, "INVALID_ARGUMENT", None, ["100000"]),
     ({"text": "hi", "max_tokens": -1}, "INVALID_ARGUMENT", "max_tokens", ["-1"]),
     ({"text": "hi", "max_tokens": 0}, "INVALID_ARGUMENT", "max_tokens", ["0"]),
     ({"text": "hi", "temperature": math.nan}, "INVALID_ARGUMENT", "temperature", ["nan"]),
@@ -162,10 +158,17 @@ BAD = [
     ({"text": "hi", "stop": ["x"] * 17}, "INVALID_ARGUMENT", "stop", ["17"]),
     ({"text": "hi", "request_id": "a b"}, "INVALID_ARGUMENT", "request_id", []),
 ]
+# The same, with the fake model's own numbers.
+BAD_HERE = [
+    ({"text": "x" * 600}, "INVALID_ARGUMENT", "text", ["600", "512"]),
+    ({"text": "x" * 9000}, "INVALID_ARGUMENT", "text", ["9000", "512"]),
+    ({"text": "x" * 99, "max_tokens": 500}, "INVALID_ARGUMENT", "max_tokens", ["99", "500", "512"]),
+    ({"text": "x" * 200_000}, "INVALID_ARGUMENT", None, ["100000"]),
+]
+CASES = ("fields", "code", "field", "words")
 
 
-@pytest.mark.parametrize(("fields", "code", "field", "words"), BAD)
-def test_bad_input_is_named_and_harms_nobody(served, client, fields, code, field, words):
+def check_refusal(client: ReflectedClient, fields: dict, code: str, field, words: list) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         generate(client, **fields)
     assert caught.value.code().name == code
@@ -175,8 +178,19 @@ def test_bad_input_is_named_and_harms_nobody(served, client, fields, code, field
     assert "RetryInfo" not in found
     for word in words:
         assert word in caught.value.details()
+
+
+@pytest.mark.parametrize(CASES, BAD)
+def test_bad_input_is_named_and_harms_nobody(client, fields, code, field, words):
+    check_refusal(client, fields, code, field, words)
+    _, tokens, _ = generate(client, text="hi", max_tokens=2, ignore_eos=True)
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize(CASES, BAD + BAD_HERE)
+def test_bad_input_never_reaches_the_dispatcher(served, client, fields, code, field, words):
+    check_refusal(client, fields, code, field, words)
     assert served.core.requests == []
-    assert generate(client, text="hi", max_tokens=2)[0] == ANSWER[:2]
 
 
 def test_reasons_are_stable_words(served, client):

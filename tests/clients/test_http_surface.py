@@ -11,7 +11,6 @@ from clients.fake_core import ANSWER
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CONTEXT = 512  # of the fake
 
 BAD = [
     # path, body, status, param, words of the message
@@ -43,12 +42,7 @@ BAD = [
     (TEXT, {"prompt": "hi", "stop": [""]}, 400, "stop", ["empty"]),
     (TEXT, {"prompt": "hi", "stop": ["x"] * 17}, 400, "stop", ["17", "16"]),
     (TEXT, {"prompt": "hi", "stop": 3}, 400, "stop", ["string"]),
-    (TEXT, {"prompt": [1 << 40]}, 400, "prompt", ["1099511627776", "255"]),
     (TEXT, {"prompt": [-1]}, 400, "prompt", ["-1"]),
-    (TEXT, {"prompt": "x" * 600}, 400, "prompt", ["600", "512"]),
-    (TEXT, {"prompt": "x" * 512}, 400, "prompt", ["512"]),
-    (TEXT, {"prompt": "x" * 500, "max_tokens": 50}, 400, "max_tokens", ["500", "50", "512"]),
-    (CHAT, {"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "messages", ["512"]),
     (TEXT, {"prompt": "hi", "n": 2}, 400, "n", ["n"]),
     (TEXT, {"prompt": "hi", "logprobs": 1}, 400, "logprobs", ["logprobs"]),
     (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", ["tools"]),
@@ -70,16 +64,26 @@ BAD = [
     (TEXT, "[" * 50_000, 400, None, ["nested"]),
     (TEXT, b"\xff\xfe\xfd", 400, None, ["UTF"]),
 ]
+# The same, with the fake model's own numbers.
+BAD_HERE = [
+    (TEXT, {"prompt": [1 << 40]}, 400, "prompt", ["1099511627776", "255"]),
+    (TEXT, {"prompt": "x" * 600}, 400, "prompt", ["600", "512"]),
+    (TEXT, {"prompt": "x" * 512}, 400, "prompt", ["512"]),
+    (TEXT, {"prompt": "x" * 500, "max_tokens": 50}, 400, "max_tokens", ["500", "50", "512"]),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "messages", ["512"]),
+]
+CASES = ("path", "body", "status", "param", "words")
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param", "words"), BAD)
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_input_is_named_and_harms_nobody(
-    served, http, path, body, status, param, words, stream
-):
+def post_bad(
+    http: httpx.Client, path: str, body: dict | str | bytes, stream: bool
+) -> httpx.Response:
     if isinstance(body, dict):
         body = json.dumps(body | {"stream": stream})
-    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    return http.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def check_refusal(answer: httpx.Response, status: int, param: str | None, words: list[str]) -> None:
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-should-retry"] == "false"
@@ -90,9 +94,29 @@ def test_bad_input_is_named_and_harms_nobody(
     assert error["type"] == "invalid_request_error"
     for word in words:
         assert word in error["message"]
-    assert served.core.requests == []
+
+
+@pytest.mark.parametrize(CASES, BAD)
+def test_bad_input_is_named_and_harms_nobody(http, path, body, status, param, words):
+    for stream in (False, True):
+        check_refusal(post_bad(http, path, body, stream), status, param, words)
     good = http.post(TEXT, json={"prompt": "hi", "max_tokens": 2})
-    assert good.json()["choices"][0]["text"] == ANSWER[:2]
+    assert good.status_code == 200
+
+
+@pytest.mark.parametrize(CASES, BAD + BAD_HERE)
+def test_bad_input_never_reaches_the_dispatcher(served, http, path, body, status, param, words):
+    check_refusal(post_bad(http, path, body, False), status, param, words)
+    assert served.core.requests == []
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(http):
+    context = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    for n_prompt in (context, context + 7):
+        answer = http.post(TEXT, json={"prompt": [65] * n_prompt})
+        check_refusal(answer, 400, "prompt", [str(n_prompt), str(context)])
+    asked = {"prompt": [65] * (context - 2), "max_tokens": 3}
+    check_refusal(http.post(TEXT, json=asked), 400, "max_tokens", [str(context + 1), str(context)])
 
 
 def test_codes_are_stable_words(http: httpx.Client):
