@@ -104,7 +104,7 @@ class TcpRendezvous:
     """A rendezvous between two test processes over torch's own TCPStore."""
 
     def __init__(self, port: int, *, serve: bool) -> None:
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1",
             port,
             is_master=serve,
@@ -114,7 +114,7 @@ class TcpRendezvous:
         self.port = self._store.port
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken too
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         try:

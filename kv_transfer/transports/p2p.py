@@ -6,7 +6,8 @@ block without a deadline, and never let a group outlive its link. The data socke
 authentication nor encryption: they bind to ``hostname``, which must be private.
 
 Life of a link:
- 1. ``connect`` makes the group; gloo exchanges addresses and dials inside its constructor.
+ 1. ``connect`` makes the group; gloo exchanges addresses and dials inside its constructor,
+    which no other thread can interrupt once it dials: it is left to its own timeout then.
  2. ``send`` and ``receive`` post operations on tag 0; NCCL's are grouped into one launch.
  3. An operation that fails or is overdue makes the group unusable. gloo reports a killed peer at
     once and a frozen one at the operation's own timeout (both measured).
@@ -153,24 +154,44 @@ class P2pLink:
         self._make_group = make_group
         self._abort_timeout_s = abort_timeout_s
         self._aborted = False
+        self._settled = threading.Event()  # the group is made, or will not be
         self._group: Any = None
         self._aborting: threading.Thread | None = None  # NCCL's abort
         self._group_lock = threading.Lock()  # abort and close, which may meet
 
     def connect(self, timeout_s: float) -> None:
-        """Make the group. Raises ``LinkOverdue``, ``LinkAborted`` or ``LinkError``."""
+        """Make the group. Raises ``LinkOverdue``, ``LinkAborted`` or ``LinkError``.
+
+        The group's constructor cannot be interrupted once it dials, so it runs on a thread of
+        its own; a link that is closed meanwhile leaves it behind. It ends by its own timeout,
+        has no buffer of ours, and drops the group itself.
+        """
         deadline = time.monotonic() + timeout_s
         store = RendezvousStore(self._rendezvous, deadline, lambda: self._aborted)
-        try:
-            group = self._make_group(store, self._rank, timeout_s)
-        except LinkError:
-            raise
-        except Exception as error:
-            raise self._failure(error) from error
+        failures: list[Exception] = []
+
+        def make() -> None:
+            try:
+                group = self._make_group(store, self._rank, timeout_s)
+                with self._group_lock:
+                    if not self._aborted:
+                        self._group = group
+            except Exception as error:
+                failures.append(error)
+            self._settled.set()
+
+        threading.Thread(target=make, name=f"connect {self._name}", daemon=True).start()
+        settled = self._settled.wait(timeout_s)
         with self._group_lock:
-            self._group = group
-        if self._aborted:
+            if self._group is not None:
+                return
+            aborted, self._aborted = self._aborted, True
+        if aborted:
             raise LinkAborted("closed while connecting")
+        if not settled:
+            raise LinkOverdue("the other end did not connect in time")
+        failure = failures[0]
+        raise failure if isinstance(failure, LinkError) else _link_error(failure)
 
     def send(self, buffers: Sequence[torch.Tensor]) -> Operation:
         """Post buffers to be read."""
@@ -182,11 +203,12 @@ class P2pLink:
 
     def abort(self) -> None:
         """Break the group, so that what is blocked raises. Bounded; from any thread."""
-        self._aborted = True
         with self._group_lock:
+            self._aborted = True
+            self._settled.set()
             group = self._group
             if group is None:
-                return  # connecting, or closed: the store or nobody is waiting
+                return  # connecting, or closed: nothing else is waiting
             if self._backend == "nccl":
                 self._abort_nccl(group)
                 return
@@ -267,14 +289,17 @@ class P2pLink:
             self._aborting.join(self._abort_timeout_s)
 
     def _failure(self, error: Exception) -> LinkError:
-        if self._aborted:
-            return LinkAborted("closed")
-        text = (str(error) or type(error).__name__).splitlines()[0]
-        if "Timed out" in text or "timeout" in text:
-            return LinkOverdue("an operation did not end in time")
-        if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-            return LinkError("the other end closed the connection")
-        return LinkError(text)
+        return LinkAborted("closed") if self._aborted else _link_error(error)
+
+
+def _link_error(error: Exception) -> LinkError:
+    """What a backend's exception means; its text is all that there is to tell."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    if "Timed out" in text or "timeout" in text:
+        return LinkOverdue("an operation did not end in time")
+    if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+        return LinkError("the other end closed the connection")
+    return LinkError(text)
 
 
 class Operation:

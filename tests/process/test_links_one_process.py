@@ -170,14 +170,14 @@ def test_an_overdue_operation_breaks_the_link_once(pair: Pair) -> None:
     started = time.monotonic()
     for segment in range(1, 5):
         sender.send(segment, [segment])  # nobody receives
-    broken = sender.broken(3.0)
-    assert 0.4 < time.monotonic() - started < 2.5
+    broken = sender.broken(8.0)
+    assert 0.4 < time.monotonic() - started < 6.0
     assert broken == LinkBroken("receiver", broken.error, True)
     assert broken.error.reason == "UNAVAILABLE"
     assert "in time" in broken.error.message or "progress" in broken.error.message
     assert isinstance(receiver.next(), SegmentReceived)
     receiver.receive(1, [2])  # the other side learns of it with its next operation
-    assert "sender" in receiver.broken(3.0).worker_id
+    assert "sender" in receiver.broken(8.0).worker_id
     assert sender.events.empty() and receiver.events.empty()
 
 
@@ -189,8 +189,8 @@ def test_close_is_prompt_while_an_operation_blocks(pair: Pair) -> None:
     receiver.receive(1, [2, 3])  # blocks: nothing is sent
     started = time.monotonic()
     assert receiver.links.close("sender", outgoing=False, cause="an overdue lease")
-    broken = receiver.broken(2.0)
-    assert time.monotonic() - started < 1.0
+    broken = receiver.broken(8.0)
+    assert time.monotonic() - started < 4.0
     assert "an overdue lease" in broken.error.message
     receiver.links.close("sender", outgoing=False, cause="again")
     assert receiver.links.close_all("again", 5.0)
@@ -205,8 +205,39 @@ def test_close_while_connecting(pair: Pair) -> None:
     sender.send(0, [1])
     started = time.monotonic()
     sender.links.close("receiver", outgoing=True, cause="not needed any more")
-    assert "not needed any more" in sender.broken(3.0).error.message
-    assert time.monotonic() - started < 1.0
+    assert "not needed any more" in sender.broken(8.0).error.message
+    assert time.monotonic() - started < 4.0
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_close_while_the_other_end_has_left_its_address_and_gone(
+    rendezvous: RendezvousMap, attempt: int
+) -> None:
+    """gloo lets one of the two dial, which one is chance: in half of the cases this end waits."""
+    asked, gone = threading.Event(), threading.Event()
+    local = rendezvous.open(link_name(attempt).key)
+
+    class LeavesWithoutDialling:
+        set, check, delete = local.set, local.check, local.delete
+
+        def get(self, key: str, timeout_s: float) -> bytes | None:
+            if key.endswith("/0"):  # the sender's address
+                asked.set()
+                gone.wait(20)
+                raise WrongState("gone")
+            return local.get(key, timeout_s)
+
+    sender, receiver = Side(P2pTransport(), SMALL, 4), Side(P2pTransport(), SMALL, 4)
+    name = link_name(attempt)
+    receiver.links.open(name, outgoing=False, rendezvous=LeavesWithoutDialling())
+    sender.links.open(name, outgoing=True, rendezvous=local)
+    assert asked.wait(10)
+    started = time.monotonic()
+    for side in (sender, receiver):
+        assert side.links.close_all("leaving", 5.0)
+        side.broken()
+    assert time.monotonic() - started < 4.0
+    gone.set()
 
 
 def test_a_peer_that_never_connects_breaks_the_link(pair: Pair) -> None:
@@ -214,7 +245,7 @@ def test_a_peer_that_never_connects_breaks_the_link(pair: Pair) -> None:
     name = link_name()
     sender.links.open(name, outgoing=True, rendezvous=pair.rendezvous.open(name.key))
     sender.send(0, [1])
-    sender.broken(3.0)
+    sender.broken(8.0)
     assert sender.events.empty()
 
 
@@ -227,7 +258,7 @@ def test_both_ends_see_it_when_one_closes(pair: Pair) -> None:
     receiver.receive(1, [2])
     sender.links.close("receiver", outgoing=True, cause="leaving")
     assert "leaving" in sender.broken().error.message
-    assert "other end" in receiver.broken(5.0).error.message
+    assert "other end" in receiver.broken(9.0).error.message
 
 
 def test_unequal_announcements_break_the_link_and_not_the_pages(pair: Pair) -> None:
