@@ -32,7 +32,7 @@ from router.admin_proxy import AdminProxy
 from router.dispatcher import Dispatcher
 from router.failures import Failures
 from router.grpc_front import InferenceFront
-from router.http_server import HttpServer, join_address, split_address
+from router.http_server import HttpServer, join_address, listening_socket, split_address
 from router.loop_thread import LoopThread
 from router.openai_http import KEEPALIVE_S, OpenAIHttp
 from router.params import Intake, ModelLimits
@@ -152,7 +152,9 @@ class RouterApp:
             timing=self._config.timing,
             on_refused=lambda cause: self.telemetry.count("frames_refused", cause),
         )
-        grpc_host, _ = split_address(self._grpc_address, "router.grpc")
+        grpc_host, grpc_port = split_address(self._grpc_address, "router.grpc")
+        # Tried with a plain socket first: grpc would write its own lines about a used port.
+        listening_socket(grpc_host, grpc_port, "router.grpc").close()
         grpc = join_address(grpc_host, wire.bind(self._grpc_address))
         self._admin = AdminProxy(self._secret, self._config.timing, failures)
         self._admin.add_to(wire.grpc)

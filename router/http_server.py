@@ -35,6 +35,24 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def listening_socket(host: str, port: int, field: str) -> socket.socket:
+    """A socket that listens there; ``ConfigError`` with one sentence when it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {join_address(host, port)}: {error.strerror or error}; "
+            f"choose another address with {field}",
+            field=field,
+        ) from error
+    return listener
+
+
 class HttpServer:
     """One listening socket and the uvicorn server on it."""
 
@@ -47,22 +65,8 @@ class HttpServer:
 
     def bind(self) -> str:
         """Take the port (0: any) and return the real address; ``ConfigError`` when it is used."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self._port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            where = join_address(self._host, self._port)
-            raise ConfigError(
-                f"cannot listen on {where}: {error.strerror or error}; "
-                f"choose another address with {self._field}",
-                field=self._field,
-            ) from error
-        self._socket = listener
-        return join_address(self._host, listener.getsockname()[1])
+        self._socket = listening_socket(self._host, self._port, self._field)
+        return join_address(self._host, self._socket.getsockname()[1])
 
     async def start(self, app: ASGIApp, grace_s: float) -> None:
         """Serve ``app``. ``grace_s``: how long running responses may go on after ``stop``."""

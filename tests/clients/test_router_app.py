@@ -43,14 +43,16 @@ def used_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("which", ["http", "grpc"])
-def test_a_used_port_is_one_sentence_and_leaves_nothing_behind(used_port: int, which: str):
+def test_a_used_port_is_one_sentence_and_leaves_nothing_behind(used_port: int, which: str, capfd):
     address = f"127.0.0.1:{used_port}"
     before = threading.active_count()
     app, _ = fresh(**{which: address})
     with pytest.raises(ConfigError) as caught:
         app.start()
     assert address in caught.value.message
+    assert "in use" in caught.value.message and f"router.{which}" in caught.value.message
     assert "\n" not in caught.value.message
+    assert capfd.readouterr().err == ""
     app.stop()
     assert threading.active_count() <= before + 1  # grpc keeps one poller thread per process
 
