@@ -60,9 +60,10 @@ def serve(
                 return
             _watch(handle)
         except KeyboardInterrupt:
+            if not handle.serving:  # the start has ended what it had started
+                raise
             typer.echo("ending the cluster (Ctrl-C again ends it at once)", err=True)
-            ended = handle.stop("tandem serve was interrupted")
-            typer.echo(f"ended: {', '.join((*ended, 'Ray'))}" if ended else "ended", err=True)
+            typer.echo(f"ended: {', '.join(handle.stop('tandem serve ends'))}", err=True)
         finally:
             handle.close()
 

@@ -85,8 +85,8 @@ class ClusterHandle:
         record, self._record = self._record, None
         if self._session is not None and record is not None:
             ended = self._end_members(record.name, cause)
-        if not self._keep_ray:
-            self._end_ray()
+        if not self._keep_ray and self._end_ray():
+            ended = (*ended, "Ray")
         if record is not None:
             records.forget(record.name)
         return ended
@@ -97,6 +97,11 @@ class ClusterHandle:
             self.stop()
         finally:
             self._end_ray()
+
+    @property
+    def serving(self) -> bool:
+        """Whether a start has come to its end and no stop has."""
+        return self._record is not None and bool(self._record.http)
 
     def detach(self) -> None:
         """Let go of the running cluster: it goes on without this process."""
@@ -221,13 +226,12 @@ class ClusterHandle:
         leftovers = placement.end_cluster(name)
         return ended or leftovers
 
-    def _end_ray(self) -> None:
+    def _end_ray(self) -> bool:
         session, self._session = self._session, None
         record, self._ray_record = self._ray_record, None
         if session is not None:
             session.leave()
-        if record is not None:
-            end_ray(record)
+        return record is not None and end_ray(record) > 0
 
     # --- records and progress ------------------------------------------------------------------
 

@@ -183,7 +183,10 @@ class Crew:
         config, member_id = self._config, member.seen.member_id
         member.placed = await make_router(config, member_id, self._secret, self.controller_address)
         self._run(member, self._watch(member, member.placed.actor))
-        await ask(member.placed.actor, "prepare")
+        error = await ask(member.placed.actor, "prepare")
+        if error is not None:
+            self.lose(member, error.message, hopeless=error.reason in _HOPELESS)
+            return
         model = await asyncio.shield(self._model)
         self._enter(member, Phase.LOADING)
         answer = await ask(member.placed.actor, "start", model)

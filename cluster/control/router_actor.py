@@ -3,7 +3,7 @@
 This file owns the translation of a router's failures into values. It must never decide anything;
 requests reach the router through its own ports, never through Ray.
 
-Life: constructed by Ray (cheap) -> ``prepare`` (imports, while workers still load) -> ``start``
+Life: constructed by Ray (cheap) -> ``prepare`` (while workers still load) -> ``start``
 once a worker has told what the model is -> ``set_workers`` whenever they change -> ``stop``.
 ``until_end`` stays open for the actor's whole life: it fails when Ray sees the process die.
 """
@@ -21,6 +21,7 @@ from protocol.types import ModelInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from router.app import RouterApp, RouterEndpoints
+    from router.text import TextCodec
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +38,19 @@ class RouterActor:
         self._secret = secret
         self._controller = controller
         self._app: RouterApp | None = None
+        self._codec: TextCodec | None = None
         self._ended = threading.Event()
 
-    def prepare(self) -> None:
-        """Import what ``start`` will need."""
-        import router.app  # noqa: F401
+    def prepare(self) -> ErrorInfo | None:
+        """Do what needs no worker: imports, the tokenizer."""
+        try:
+            import router.app  # noqa: F401
+            from router.text import TextCodec
+
+            self._codec = TextCodec(self._config.model.path)
+        except TandemError as error:
+            return error.info()
+        return None
 
     def start(self, model: ModelInfo) -> RouterEndpoints | ErrorInfo:
         """Take the ports and serve."""
@@ -54,6 +63,7 @@ class RouterActor:
                 model=model,
                 secret=self._secret,
                 controller=self._controller,
+                codec=self._codec,
             )
             return self._app.start()
         except TandemError as error:

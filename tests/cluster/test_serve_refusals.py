@@ -1,0 +1,49 @@
+"""What ``tandem serve`` refuses before it starts anything: one sentence, exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from served import tandem, write_config
+
+
+def refused(home: Path, *arguments: str) -> str:
+    """The one line that the command says."""
+    done = tandem(home, "serve", *arguments)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "models" / "nothing", "absent")
+    line = refused(tmp_path, str(config))
+    assert "model.path" in line and "no such folder" in line
+    assert "tandem model fetch" in line
+
+
+def test_unknown_key(tmp_path: Path) -> None:
+    file = tmp_path / "typo.yaml"
+    file.write_text("model: {path: m}\nrouter:\n  htp: 127.0.0.1:1\n")
+    line = refused(tmp_path, str(file))
+    assert f"{file}:3:3" in line and "did you mean 'http'" in line
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "no such file" in refused(tmp_path, str(tmp_path / "nowhere.yaml"))
+
+
+def test_two_fronts_on_one_port(tmp_path: Path, model: Path) -> None:
+    config = write_config(
+        tmp_path, model, "twice", router={"http": "127.0.0.1:18431", "grpc": "127.0.0.1:18431"}
+    )
+    assert "is router.http already" in refused(tmp_path, str(config))
+
+
+def test_down_with_nothing_running_says_so(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "down", "--name", "ghost")
+    assert done.returncode == 0
+    assert "ghost: nothing runs" in done.stderr
