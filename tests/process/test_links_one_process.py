@@ -349,9 +349,11 @@ def _open_close(transport: Transport, cycles: int) -> None:
 )
 def test_no_thread_and_no_file_is_left_behind(transport: Transport, cycles: int) -> None:
     _open_close(transport, 1)  # what is loaded once, is loaded now
-    before = (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+    threads, files = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
     _open_close(transport, cycles)
-    assert (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))) == before
+    # Less than before is no fault: what an earlier test left connecting may end meanwhile.
+    assert set(os.listdir("/proc/self/task")) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def test_posting_from_many_threads_while_the_link_is_closed(pair: Pair) -> None:
