@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import queue
 import random
 import threading
 import time
@@ -15,8 +12,8 @@ import torch
 import xxhash
 from link_rig import LARGE, SMALL, TICKET, Side, link_name, open_both, page_sets
 
-from kv_transfer.rendezvous import Rendezvous, RendezvousMap
-from kv_transfer.transport import Link, LinkName, LinkStuck, Transport
+from kv_transfer.rendezvous import RendezvousMap
+from kv_transfer.transport import Transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.p2p import P2pTransport
 from protocol.errors import InternalError, WrongState
@@ -325,37 +322,6 @@ def test_wrong_direction_is_refused(pair: Pair) -> None:
         incoming.post_send(SendPages("sender", TICKET, 0, ()))
 
 
-def _open_close(transport: Transport, cycles: int) -> None:
-    rendezvous = RendezvousMap()
-    sender, receiver = Side(transport, SMALL, 8), Side(transport, SMALL, 8)
-    for epoch in range(cycles):
-        open_both(sender, receiver, rendezvous, epoch)
-        sender.send(epoch, [1, 2])
-        receiver.receive(epoch, [1, 2])
-        assert isinstance(sender.next(), SegmentSent)
-        assert isinstance(receiver.next(), SegmentReceived)
-        receiver.receive(epoch, [1], sink=True)  # one side ends amid an operation
-        assert sender.links.close_all("cycle", 10.0)
-        assert receiver.links.close_all("cycle", 10.0)
-        sender.broken()
-        receiver.broken()
-        rendezvous.close(link_name(epoch).key)
-    assert len(rendezvous) == 0
-    gc.collect()
-
-
-@pytest.mark.parametrize(
-    "cycles", [5, pytest.param(50, marks=pytest.mark.long)], ids=["short", "long"]
-)
-def test_no_thread_and_no_file_is_left_behind(transport: Transport, cycles: int) -> None:
-    _open_close(transport, 1)  # what is loaded once, is loaded now
-    threads, files = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-    _open_close(transport, cycles)
-    # Less than before is no fault: what an earlier test left connecting may end meanwhile.
-    assert set(os.listdir("/proc/self/task")) <= threads
-    assert len(os.listdir("/proc/self/fd")) <= files
-
-
 def test_posting_from_many_threads_while_the_link_is_closed(pair: Pair) -> None:
     sender, receiver = pair.make()
     carried, stop = threading.Event(), threading.Event()
@@ -394,32 +360,3 @@ def test_posting_from_many_threads_while_the_link_is_closed(pair: Pair) -> None:
         assert side.links.close_all("over", 10)
         later = [side.events.get_nowait() for _ in range(side.events.qsize())]
         assert all(isinstance(event, LinkBroken) for event in later)  # "not connected" ones
-
-
-class _StuckLink:
-    """A link whose end cannot be had, as NCCL's abort can do."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.connect, self.send, self.receive = link.connect, link.send, link.receive
-        self.abort = link.abort
-
-    def close(self) -> None:
-        self._link.close()
-        raise LinkStuck("the device does not answer")
-
-
-class _StuckTransport(LoopbackTransport):
-    def link(self, name: LinkName, *, outgoing: bool, rendezvous: Rendezvous) -> Link:
-        return _StuckLink(super().link(name, outgoing=outgoing, rendezvous=rendezvous))
-
-
-def test_a_link_that_cannot_be_ended_never_says_it_is_over() -> None:
-    sentences: queue.Queue[str] = queue.Queue()
-    side = Side(_StuckTransport(), SMALL, 4)
-    side.links._on_stuck = sentences.put
-    side.links.open(link_name(), outgoing=True, rendezvous=RendezvousMap().open(link_name().key))
-    side.links.close("receiver", outgoing=True, cause="over")
-    assert "does not answer" in sentences.get(timeout=10)
-    assert side.links.close_all("over", 10)
-    assert side.events.empty()
