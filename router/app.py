@@ -33,7 +33,7 @@ from router.dispatcher import Dispatcher
 from router.failures import Failures
 from router.grpc_front import InferenceFront
 from router.http_server import HttpServer, join_address, listening_socket, split_address
-from router.loop_thread import LoopThread
+from protocol.wire.loop_thread import LoopThread
 from router.openai_http import KEEPALIVE_S, OpenAIHttp
 from router.params import Intake, ModelLimits
 from router.service import Codec, Core, InferenceService

@@ -48,7 +48,7 @@ from protocol.types import (
 from protocol.wire.clients import SessionClient
 from router.app import RouterApp, RouterEndpoints
 from router.dispatcher import Dispatcher
-from router.loop_thread import LoopThread
+from protocol.wire.loop_thread import LoopThread
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 90.0

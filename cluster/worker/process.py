@@ -49,7 +49,7 @@ from protocol.role import RoleOptions, WorkerRole
 from protocol.types import Peer, Role, WorkerInfo
 from protocol.wire.clients import StoreClient, TransferClient
 from protocol.wire.telemetry import Telemetry
-from router.loop_thread import LoopThread
+from protocol.wire.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
 

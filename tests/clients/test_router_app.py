@@ -24,7 +24,7 @@ from protocol.wire.convert_front import encode_status
 from protocol.wire.inference_client import GenerateCall, InferenceClient
 from router.app import RouterApp
 from router.http_server import join_address, split_address
-from router.loop_thread import LoopThread
+from protocol.wire.loop_thread import LoopThread
 
 CODEC = ByteCodec()
 
