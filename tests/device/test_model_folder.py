@@ -98,7 +98,7 @@ def test_half_a_weights_file(copy: Path, cut: int) -> None:
 def test_missing_shard(copy: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="model-00002.safetensors is missing"):
+    with pytest.raises(ConfigError, match=r"model-00002\.safetensors is missing"):
         read_model_info(copy, "auto", 16, None)
 
 

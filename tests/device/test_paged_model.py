@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _model(root: Path, family: str) -> tuple[Path, LoadedModel]:
     folder = tiny.tiny_model(root / family, family, **FAMILIES[family])
     return folder, load_model(folder)
