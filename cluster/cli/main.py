@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from cluster.cli import bench, chat, config, demo, down, generate, model, serve, status
@@ -38,24 +37,16 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; returns its exit code."""
+    """Run one command line; returns its exit code. Verbs end early with ``typer.Exit(code)``."""
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=arguments, prog_name="tandem", standalone_mode=False)
-    except click.exceptions.Exit as e:
-        return e.exit_code
-    except click.ClickException as e:
-        e.show()
-        return e.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        typer.echo("interrupted", err=True)
-        return 130
-    except BrokenPipeError:
-        return 1
+        command.main(args=arguments, prog_name="tandem")
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 0
     except TandemError as e:
         typer.echo(f"error: {e.message}", err=True)
         return e.exit_code
-    return code if isinstance(code, int) else 0
+    return 0
 
 
 if __name__ == "__main__":
