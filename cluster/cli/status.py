@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from protocol.status import ClusterStatus
 
 _ASK_S = 5.0
+_WIDE = 100  # columns of a terminal that has room for addresses
 
 
 def status(
@@ -82,27 +83,22 @@ def _table(found: ClusterStatus) -> str:
             f"{found.cluster}: {found.model}, {found.mode}, up {up // 3600}h{up % 3600 // 60:02}m"
             f"{up % 60:02}s"
         )
-        workers = Table("worker", "role", "state", "running", "waiting", "moving", box=None)
-        for name in ("KV pages", "step", "threads", "pid", "endpoint"):
-            workers.add_column(name)
+        workers = Table(box=None, padding=(0, 1), pad_edge=False)
+        for name in ("worker", "role", "state", "run", "wait", "move", "KV pages", "step", "pid"):
+            workers.add_column(name, no_wrap=True)
+        if wide := console.width >= _WIDE:
+            workers.add_column("endpoint", no_wrap=True)
         for w in found.workers:
             load = w.load
-            workers.add_row(
-                w.worker_id,
-                w.role,
-                w.state,
-                str(load.running),
-                str(load.waiting),
-                str(load.transferring),
-                f"{load.total_pages - load.free_pages}/{load.total_pages}",
-                f"{load.step_s * 1000:.0f} ms",
-                str(w.threads),
-                str(w.pid),
-                w.endpoint,
-            )
+            cells = [w.worker_id, w.role, w.state, load.running, load.waiting, load.transferring]
+            cells.append(f"{load.total_pages - load.free_pages}/{load.total_pages}")
+            cells += [f"{load.step_s * 1000:.0f} ms", w.pid, *([w.endpoint] if wide else ())]
+            workers.add_row(*map(str, cells))
         console.print(workers)
         for r in found.routers:
-            console.print(f"{r.router_id}: {r.state}  http://{r.http}/v1  grpc {r.grpc}")
+            where = f"  http://{r.http}/v1  gRPC {r.grpc}" if r.http else ""
+            console.print(f"{r.router_id}: {r.state}{where}", soft_wrap=True)
         for note in found.notes[-5:]:
-            console.print(f"{note.age_s:.0f} s ago: {note.text}", markup=False)
+            line = f"{note.age_s:.0f} s ago: {note.text}"
+            console.print(line, markup=False, soft_wrap=True)
     return text.get()

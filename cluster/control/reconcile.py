@@ -177,7 +177,7 @@ def reconcile(wanted: Iterable[Wanted], seen: Iterable[Seen], now: float, limits
         if member is None:
             actions.append(Start(want.member_id, want.kind, "the configuration asks for it"))
         elif member.phase is Phase.LOST:
-            _judge_lost(member, now, limits, actions, waiting, given_up)
+            _judge_lost(member, want, now, limits, actions, waiting, given_up)
         elif member.kind is not want.kind:
             actions.append(Lose(want.member_id, f"it is {member.kind}, {want.kind} is wanted"))
         elif reason := _reason_to_lose(member, now, limits):
@@ -202,6 +202,7 @@ def _reason_to_lose(member: Seen, now: float, limits: Limits) -> str:
 
 def _judge_lost(
     member: Seen,
+    want: Wanted,
     now: float,
     limits: Limits,
     actions: list[Action],
@@ -216,7 +217,7 @@ def _judge_lost(
         return
     due = member.since + backoff(member.failures, limits)
     if now >= due:
-        actions.append(Replace(member.member_id, member.kind, member.fault))
+        actions.append(Replace(want.member_id, want.kind, member.fault))
     else:
         waiting[member.member_id] = f"next try in {due - now:.1f} s: {member.fault}"
 

@@ -1,0 +1,218 @@
+"""What happens to a whole cluster when its parts die, and what is left when it ends. All long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, environment, tandem, write_config
+
+from cluster.control.processes import ProcessId, alive, marked
+from cluster.control.ray_session import MARK, RaySession, end_ray
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def until(check: Callable[[], Any], limit_s: float = 90.0) -> Any:
+    """Ask until the answer is good; what other processes do has no event to wait on."""
+    pause = threading.Event()
+    for _ in range(round(limit_s / 0.25)):
+        if found := check():
+            return found
+        pause.wait(0.25)
+    raise AssertionError(f"not within {limit_s:.0f} s: {check}")
+
+
+def answers(where: dict[str, Any]) -> bool:
+    """Whether a completion comes back whole."""
+    try:
+        answer = httpx.post(
+            f"{where['url']}/completions",
+            json={"model": "tiny", "prompt": [7] * 40, "max_tokens": 4, "ignore_eos": True},
+            timeout=30,
+        )
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+
+def state_of(served: Served) -> dict[str, tuple[str, int]]:
+    """Worker id -> state and pid."""
+    done = tandem(served.home, "status", "--json")
+    if done.returncode != 0:
+        return {}
+    return {w["worker_id"]: (w["state"], w["pid"]) for w in json.loads(done.stdout)["workers"]}
+
+
+def processes_of(record: dict[str, Any]) -> list[ProcessId]:
+    return list(marked(MARK, record["ray"]["mark"]))
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_killed_worker_is_replaced_and_the_cluster_serves_again(
+    served: Served, victim: str
+) -> None:
+    before = until(
+        lambda: all(s == "ready" for s, _ in state_of(served).values()) and state_of(served)
+    )
+    os.kill(before[victim][1], signal.SIGKILL)
+    served.said(f"{victim} lost: its process died")
+
+    def replaced() -> bool:
+        state, pid = state_of(served).get(victim, ("", 0))
+        return state == "ready" and pid != before[victim][1]
+
+    until(replaced)
+    until(lambda: answers(served.where), 30)
+    other = "decode-0" if victim == "prefill-0" else "prefill-0"
+    assert state_of(served)[other] == before[other]
+
+
+def test_a_killed_router_comes_back_on_the_same_port(home: Path, model: Path) -> None:
+    cluster = Served(home, write_config(home, model, "reborn"))
+    try:
+        where = cluster.ready()
+        listening = [p for p in processes_of(cluster.record()) if "RouterActor" in _title(p)]
+        assert len(listening) == 1
+        os.kill(listening[0].pid, signal.SIGKILL)
+        cluster.said("router-0 lost")
+        # Port 0 of the configuration means any, so ask where it listens now.
+        where = until(lambda: _router_of(cluster, listening[0]))
+        until(lambda: answers({"url": f"http://{where}/v1"}), 30)
+    finally:
+        cluster.close()
+
+
+def _title(process: ProcessId) -> str:
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def _router_of(cluster: Served, old: ProcessId) -> str:
+    done = tandem(cluster.home, "status", "--grpc", cluster.record()["admin"], "--json")
+    if done.returncode != 0:
+        return ""
+    (router,) = json.loads(done.stdout)["routers"]
+    return router["http"] if router["state"] == "ready" and not alive(old) else ""
+
+
+def test_down_cleans_up_after_a_killed_serve(home: Path, model: Path) -> None:
+    cluster = Served(home, write_config(home, model, "crashed"))
+    try:
+        where = cluster.ready()
+        record = cluster.record()
+        cluster.process.kill()
+        cluster.process.wait()
+        assert answers(where), "detached actors go on serving"
+        again = tandem(home, "serve", str(cluster.config))
+        assert again.returncode == 2 and "runs already" in again.stderr
+        done = tandem(home, "down", str(cluster.config))
+        assert done.returncode == 0 and "Ray" in done.stdout, done
+        assert not processes_of(record)
+        assert not Path(record["ray"]["folder"]).exists()
+        assert not cluster.record_file().exists()
+        assert "nothing runs" in tandem(home, "down", str(cluster.config)).stderr
+    finally:
+        cluster.close()
+
+
+def test_detach_returns_and_down_ends_it(home: Path, model: Path) -> None:
+    cluster = Served(home, write_config(home, model, "detached"), ["--detach"])
+    try:
+        where = cluster.ready()
+        assert cluster.process.wait(30) == 0
+        record = cluster.record()
+        assert answers(where)
+        assert tandem(home, "down", "--name", "detached").returncode == 0
+        assert not processes_of(record)
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGTERM, "ray: loading"), (signal.SIGINT, "prefill-0: loading")],
+)
+def test_a_signal_during_the_start_leaves_nothing(
+    home: Path, model: Path, number: signal.Signals, words: str
+) -> None:
+    cluster = Served(home, write_config(home, model, "early"))
+    try:
+        cluster.said(words)
+        until(lambda: cluster.record()["ray"])
+        record = cluster.record()
+        assert cluster.end(number) == 130
+        assert not processes_of(record)
+        assert not Path(record["ray"]["folder"]).exists()
+        assert not cluster.record_file().exists()
+    finally:
+        cluster.close()
+
+
+def test_a_model_that_does_not_load_is_one_sentence_and_leaves_nothing(
+    home: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama"}')
+    cluster = Served(home, write_config(home, broken, "broken"))
+    try:
+        cluster.said("ray: ready")
+        record = cluster.record()
+        assert cluster.process.wait(120) in (1, 2)
+        errors = [line for line in cluster.errors if line.startswith("error:")]
+        assert len(errors) == 1 and "did not start" in errors[0]
+        assert not processes_of(record)
+        assert not cluster.record_file().exists()
+    finally:
+        cluster.close()
+
+
+def test_another_ray_on_the_machine_is_untouched(
+    served: Served, home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``served`` is the other one: a whole cluster comes and goes beside it."""
+    before = [p for p in processes_of(served.record()) if "ray::" not in _title(p)]
+    cluster = Served(home, write_config(home, model, "guest"))
+    try:
+        cluster.ready()
+        assert cluster.end(signal.SIGTERM) == 0
+    finally:
+        cluster.close()
+    assert before and all(alive(p) for p in before)
+    assert until(lambda: answers(served.where), 30)
+
+
+def test_a_cluster_in_a_ray_that_it_joined_leaves_that_ray_alone(
+    home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(home).items():
+        monkeypatch.setenv(name, value)
+    session = RaySession.open("local", 4, lambda record: None)
+    session.leave()
+    host = session.record
+    try:
+        token = home / ".local" / "state" / "tandem" / "ray_token"
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        config = write_config(home, model, "guest2", ray={"address": host.address})
+        cluster = Served(home, config)
+        try:
+            where = cluster.ready()
+            assert answers(where)
+            assert cluster.end(signal.SIGINT) == 0
+        finally:
+            cluster.close()
+        assert all(alive(p) for p in host.processes)
+        assert not [p for p in marked(MARK, host.mark) if "WorkerActor" in _title(p)]
+    finally:
+        end_ray(host)
