@@ -125,7 +125,7 @@ def _decode_group(batch: Batch, rows: list[int], geometry: KvGeometry) -> list[t
     for b, r in enumerate(rows):
         own = batch.pages_R[r]
         pages_BP[b, : len(own)] = own
-        pages_BP[b, len(own) :] = own[0]  # padding: a page of the row itself, never a stranger's
+        pages_BP[b, len(own) :] = own[0]  # padding; all its cells are stale
     seen_BL = np.arange(n_pages * geometry.page_size) < kv_len_B[:, None]
     stale = np.flatnonzero(~seen_BL)
     mask_BL = np.where(seen_BL, 0.0, -np.inf)
