@@ -194,8 +194,11 @@ class World:
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
         """Do something later."""
+        self._at(self.now + delay, action)
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
         self._order += 1
-        heapq.heappush(self._heap, (self.now + delay, self._order, action))
+        heapq.heappush(self._heap, (when, self._order, action))
 
     def delay(self) -> float:
         """A network delay: mostly short, sometimes long."""
@@ -211,7 +214,7 @@ class World:
         """Deliver on the ordered channel from ``a`` to ``b``."""
         at = max(self._arrivals.get((a, b), 0.0), self.now + self.delay())
         self._arrivals[a, b] = at
-        self.after(at - self.now, action)
+        self._at(at, action)
 
     def run(self, until: float) -> None:
         """Let time pass, with a tick of every role each 100 ms, until ``until`` or all is idle."""
