@@ -9,12 +9,14 @@ late or by two owners shows as a wrong token or a failed assertion.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+
+from sim.handoff_network import Network
+from sim.handoff_traffic import EOS, Chances, answer, next_token, random_ticket
 
 from decode_worker.role import DecodeRole
 from kv_transfer.pages import Pages
@@ -27,8 +29,6 @@ from protocol.events import (
     Event,
     FromPeer,
     FromRouter,
-    LinkBroken,
-    PeerLost,
     ReceivePages,
     RouterLost,
     SegmentReceived,
@@ -52,28 +52,7 @@ from protocol.messages import (
 )
 from protocol.role import RoleOptions
 from protocol.step import StepPlan, StepResult
-from protocol.types import FinishReason, Outcome, Peer, SamplingParams, Ticket, TicketId
-
-EOS = 0
-VOCAB = 29
-BROKEN = ErrorInfo("UNAVAILABLE", "the link broke")
-
-
-def next_token(tokens: tuple[int, ...], seed: int) -> int:
-    """The model: what follows ``tokens``."""
-    digest = hashlib.blake2b(repr((tokens, seed)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % VOCAB
-
-
-def answer(ticket: Ticket) -> list[int]:
-    """The whole answer, by one worker that never fails."""
-    tokens = list(ticket.tokens)
-    while True:
-        token = next_token(tuple(tokens), ticket.sampling.seed)
-        tokens.append(token)
-        made = len(tokens) - ticket.n_prompt
-        if (token == EOS and not ticket.sampling.ignore_eos) or made >= ticket.sampling.max_tokens:
-            return tokens[len(ticket.tokens) :]
+from protocol.types import FinishReason, Outcome, Peer, Ticket, TicketId
 
 
 @dataclass(eq=False)
@@ -90,19 +69,6 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Pair:
-    """Stream and link from one prefill worker to one decode worker."""
-
-    sends: deque[SendPages] = field(default_factory=deque)
-    receives: deque[ReceivePages] = field(default_factory=deque)
-    pipe: deque[tuple[TicketId, int, list[list[object]], int]] = field(default_factory=deque)
-    up: bool = True
-    epoch: int = 0
-    told: set[str] = field(default_factory=set)  # workers that know that it is down
-    arrivals: dict[str, float] = field(default_factory=dict)  # last arrival per direction
-
-
-@dataclass(eq=False)
 class Record:
     """What the routers know about one ticket."""
 
@@ -112,24 +78,6 @@ class Record:
     reason: FinishReason | None = None
     stopped: bool = False
     done: dict[str, Done] = field(default_factory=dict)
-
-
-@dataclass
-class Chances:
-    """How likely each fault is, per occasion."""
-
-    cancel: float = 0.0
-    stop: float = 0.0
-    break_link: float = 0.0  # per segment
-    dial_fails: float = 0.0
-    corrupt: float = 0.0
-    step_fails: float = 0.0
-    row_fails: float = 0.0
-    router_lost: float = 0.0  # per ticket
-    noise: float = 0.0  # duplicates and strangers, per message
-    retry: float = 0.0  # a newer attempt while the old one lives
-    short_deadline: float = 0.0
-    stall: float = 0.0  # a message, a step or a link operation takes seconds
 
 
 class World:
@@ -149,16 +97,15 @@ class World:
         self._past: list[tuple[Worker, Event]] = []
         self._arrivals: dict[tuple[str, str], float] = {}
         self.workers: dict[str, Worker] = {}
-        self.pairs: dict[tuple[str, str], Pair] = {}
         for i in range(n_prefill):
             self._worker(f"prefill-{i}", PrefillRole, sizes.get("prefill_pages", 24), sizes)
         for i in range(n_decode):
             self._worker(f"decode-{i}", DecodeRole, sizes.get("decode_pages", 40), sizes)
         self.prefills = [w for w in self.workers.values() if isinstance(w.role, PrefillRole)]
         self.decodes = [w for w in self.workers.values() if isinstance(w.role, DecodeRole)]
-        for p in self.prefills:
-            for d in self.decodes:
-                self.pairs[p.me.worker_id, d.me.worker_id] = Pair()
+        self.network = Network(
+            self, ((p.me.worker_id, d.me.worker_id) for p in self.prefills for d in self.decodes)
+        )
 
     def _worker(
         self,
@@ -205,10 +152,6 @@ class World:
         if self.random.random() < self.chances.stall:
             return self.random.choice((3.0, 5.0, 7.0))
         return self.random.choice((0.0, 0.001, 0.005, 0.02, 0.3))
-
-    def link_delay(self) -> float:
-        """Until a link has moved a segment."""
-        return self.delay() if self.random.random() < self.chances.stall else self.delay() / 4
 
     def in_order(self, a: str, b: str, action: Callable[[], None]) -> None:
         """Deliver on the ordered channel from ``a`` to ``b``."""
@@ -283,24 +226,16 @@ class World:
                             message.segment,
                         )
                         assert len(send.pages) == message.n_pages
-                    self._to_receiver(name, peer.worker_id, message)
+                    self.network.to_receiver(name, peer.worker_id, message)
                 case ToSender(sender, message):
-                    pair = self.pairs[sender, name]
-                    if pair.up:
-                        self._stream(pair, name, sender, FromPeer(name, message))
+                    self.network.to_sender(name, sender, message)
                 case SendPages():
-                    pair = self.pairs[name, effect.worker_id]
-                    pair.sends.append(effect)
-                    self._pump(name, effect.worker_id, pair)
-                    self._answer_dead(pair, name, effect.worker_id, True)
+                    self.network.post_send(name, effect)
                 case ReceivePages():
-                    pair = self.pairs[effect.worker_id, name]
-                    pair.receives.append(effect)
-                    self._pump(effect.worker_id, name, pair)
-                    self._answer_dead(pair, name, effect.worker_id, False)
+                    self.network.post_receive(name, effect)
                 case BreakLink(other, outgoing):
                     key = (name, other) if outgoing else (other, name)
-                    self.break_pair(*key)
+                    self.network.break_pair(*key)
                 case Count(metric, label):
                     self.counts[label or metric] += 1
 
@@ -353,114 +288,6 @@ class World:
             else:
                 tokens[row.ticket_id] = (next_token(tuple(c[1] for c in cells), row.sample.seed),)
         return StepResult(tokens, failed, 0.0)
-
-    # --- streams and links --------------------------------------------------------------------
-
-    def _stream(self, pair: Pair, a: str, b: str, event: Event) -> None:
-        epoch = pair.epoch
-
-        def arrive() -> None:
-            if pair.epoch == epoch and pair.up:
-                self.submit(self.workers[b], event)
-
-        self.in_order(a, b, arrive)
-
-    def _to_receiver(self, sender: str, receiver: str, message: object) -> None:
-        pair = self.pairs[sender, receiver]
-        if not pair.up:
-            if sender not in pair.told:
-                return  # it will hear of it
-            if self.random.random() < self.chances.dial_fails:
-                lost = PeerLost(receiver, BROKEN, outgoing=True)
-                self.after(self.delay(), lambda: self.submit(self.workers[sender], lost))
-                return
-            self._tell(sender, receiver, pair, receiver)  # the new stream ends the old one first
-            assert not pair.sends and not pair.receives
-            pair.pipe.clear()
-            pair.up, pair.told = True, set()
-        self._stream(pair, sender, receiver, FromPeer(sender, message))  # type: ignore[arg-type]
-
-    def break_pair(self, sender: str, receiver: str) -> None:
-        """Cut stream and link; each side hears of it some time later."""
-        pair = self.pairs[sender, receiver]
-        if not pair.up:
-            return
-        self.counts["breaks"] += 1
-        pair.up, pair.told = False, set()
-        pair.epoch += 1
-        epoch = pair.epoch
-        for side in (sender, receiver):
-
-            def tell(side: str = side) -> None:
-                if pair.epoch == epoch and not pair.up:
-                    self._tell(sender, receiver, pair, side)
-
-            self.after(self.delay(), tell)
-
-    def _tell(self, sender: str, receiver: str, pair: Pair, side: str) -> None:
-        if side in pair.told:
-            return
-        outgoing = side == sender
-        other = receiver if outgoing else sender
-        (pair.sends if outgoing else pair.receives).clear()
-        events: list[Event] = [
-            LinkBroken(other, BROKEN, outgoing),
-            PeerLost(other, BROKEN, outgoing),
-        ]
-        self.random.shuffle(events)
-        for event in events:
-            self.submit(self.workers[side], event)
-        pair.told.add(side)
-
-    def _answer_dead(self, pair: Pair, name: str, other: str, outgoing: bool) -> None:
-        """An operation for which there is no link is answered by ``LinkBroken``."""
-        if pair.up or name not in pair.told:
-            return
-
-        def answer_() -> None:
-            (pair.sends if outgoing else pair.receives).clear()
-            self.submit(self.workers[name], LinkBroken(other, BROKEN, outgoing))
-
-        self.after(0.0, answer_)
-
-    def _pump(self, sender: str, receiver: str, pair: Pair) -> None:
-        epoch = pair.epoch
-
-        def move() -> None:
-            if pair.epoch != epoch or not pair.up:
-                return
-            if pair.sends and (not pair.pipe or self.random.random() < 0.7):
-                self._send_one(sender, receiver, pair)
-            elif pair.receives and pair.pipe:
-                self._receive_one(sender, receiver, pair)
-            if pair.up and (pair.sends or (pair.receives and pair.pipe)):
-                self.after(self.link_delay(), move)
-
-        self.after(self.link_delay(), move)
-
-    def _send_one(self, sender: str, receiver: str, pair: Pair) -> None:
-        if self.random.random() < self.chances.break_link:
-            self.break_pair(sender, receiver)
-            return
-        worker, op = self.workers[sender], pair.sends.popleft()
-        assert worker.pages.are_current(op.pages), "a page was freed while it was sent"
-        content = [list(worker.memory[ref.page]) for ref in op.pages]
-        checksum = hash(repr(content))
-        if self.random.random() < self.chances.corrupt:
-            content[0][0] = "corrupt"
-        pair.pipe.append((op.ticket_id, op.segment, content, len(content) * 100))
-        self.submit(worker, SegmentSent(receiver, op.ticket_id, op.segment, checksum))
-
-    def _receive_one(self, sender: str, receiver: str, pair: Pair) -> None:
-        worker, op = self.workers[receiver], pair.receives.popleft()
-        ticket_id, segment, content, n_bytes = pair.pipe.popleft()
-        assert (op.ticket_id, op.segment, op.n_bytes) == (ticket_id, segment, n_bytes)
-        if op.pages is not None:
-            assert worker.pages.are_current(op.pages), "a page was freed while it was received into"
-            for ref, cells in zip(op.pages, content, strict=True):
-                worker.memory[ref.page] = list(cells)
-        event = SegmentReceived(sender, ticket_id, segment, hash(repr(content)))
-        self.submit(worker, event)
 
     # --- routers ------------------------------------------------------------------------------
 
@@ -544,35 +371,14 @@ class World:
 
     # --- random traffic -----------------------------------------------------------------------
 
-    def random_ticket(self, number: int) -> Ticket:
-        """Any ticket: local or remote, short or long, page boundaries included."""
-        rng = self.random
-        size = self.prefills[0].pages.page_size if self.prefills else 4
-        n = rng.choice((1, size - 1, size, size + 1, rng.randint(1, 12), rng.randint(12, 60)))
-        local = not self.prefills or rng.random() < 0.2
-        hurried = rng.random() < self.chances.short_deadline
-        return Ticket(
-            id=TicketId(f"q{number}"),
-            sender=None if local else rng.choice(self.prefills).me,
-            receiver=rng.choice(self.decodes).me,
-            tokens=tuple(rng.randrange(VOCAB) for _ in range(n)),
-            n_prompt=n,
-            sampling=SamplingParams(
-                max_tokens=rng.choice((1, 2, rng.randint(1, 20))),
-                seed=rng.randrange(1 << 30),
-                ignore_eos=rng.random() < 0.3,
-            ),
-            priority=rng.choice((0, 0, 0, 1, -1)),
-            order_key=rng.random() * 10,
-            remaining_s=rng.random() * 3 if hurried else 600.0,
-        )
-
     def traffic(self, n_tickets: int, spacing_s: float) -> None:
         """Open tickets at random instants, with the faults that chance asks for."""
         at = 0.0
+        prefills, decodes = [w.me for w in self.prefills], [w.me for w in self.decodes]
+        size = self.decodes[0].pages.page_size
         for number in range(n_tickets):
             at += self.random.random() * 2 * spacing_s
-            ticket = self.random_ticket(number)
+            ticket = random_ticket(number, self.random, self.chances, prefills, decodes, size)
             router_id = f"r{number % 3}"
             self.after(at, lambda t=ticket, r=router_id: self.open(t, r))
             if self.random.random() < self.chances.cancel:

@@ -7,7 +7,8 @@ leg, tokens right and in order, no page freed while a link or a step uses it, al
 from __future__ import annotations
 
 import pytest
-from sim.handoff_world import Chances, World
+from sim.handoff_traffic import Chances
+from sim.handoff_world import World
 
 from protocol.types import Outcome
 
