@@ -98,6 +98,8 @@ def server_options(timing: TimingConfig) -> list[tuple[str, int]]:
     return [
         *_common_options(timing),
         ("grpc.so_reuseport", 0),
+        # A loaded machine delivers several pings at once; that must never end a connection.
+        ("grpc.http2.max_ping_strikes", 0),
         (
             "grpc.http2.min_recv_ping_interval_without_data_ms",
             max(1, round(500 * timing.heartbeat_s)),

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from protocol.config import TimingConfig
 from protocol.types import Complete, Delta
 from protocol.wire import inference_pb2 as pb
 from protocol.wire.channel import aio_channel, from_rpc_error
 from protocol.wire.convert_front import decode_answer
 from protocol.wire.inference_pb2_grpc import InferenceStub
+
+# A client's connection is not a sign of life between workers: it is watched, but not eagerly.
+_PATIENT = TimingConfig(heartbeat_s=10, peer_dead_s=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class InferenceClient:
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> InferenceClient:
-        self._channel = aio_channel(self.endpoint)
+        self._channel = aio_channel(self.endpoint, _PATIENT)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
