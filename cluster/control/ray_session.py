@@ -169,6 +169,9 @@ def _run_ray_start(record: RayRecord, num_cpus: int) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH_")}
     environ.pop("RAY_ADDRESS", None)
     environ |= {**_trust(), "RAY_USAGE_STATS_ENABLED": "0", MARK: record.mark}
+    # Ray runs workers at niceness 15, which suits batch work: any other process on the machine
+    # would then freeze every stream.
+    environ.setdefault("RAY_worker_niceness", "0")
     # Into a file: the daemons keep it open, and a pipe would never end.
     log = Path(record.folder) / "ray-start.log"
     with log.open("wb") as out:
