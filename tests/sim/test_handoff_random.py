@@ -85,3 +85,20 @@ def test_a_hundred_thousand_events() -> None:
         events += world.events
         seed += 1
     assert ok > 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"prefill_pages": 16, "decode_pages": 20},
+        {"max_num_seqs": 1, "window": 1},
+        {"page_size": 16, "prefill_pages": 5, "decode_pages": 6},
+    ],
+)
+def test_tight_worlds_never_stand_still(sizes: dict[str, int]) -> None:
+    for seed in range(40):
+        world = World(seed, Chances(noise=0.1), **sizes)
+        world.traffic(50, 0.03)
+        world.run(500)
+        assert world.check_end() == {Outcome.OK: 50}
