@@ -126,21 +126,26 @@ def _write_tokenizer(folder: Path, vocab: int, max_len: int) -> None:
 
 
 @lru_cache(maxsize=4)
-def _reference(folder: Path) -> Any:
+def _reference(folder: Path, attention: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=attention
     )
     return model.eval()
 
 
 def reference_generate(
-    folder: Path, prompt_ids: Sequence[int], max_new: int, *, ignore_eos: bool = True
+    folder: Path,
+    prompt_ids: Sequence[int],
+    max_new: int,
+    *,
+    ignore_eos: bool = True,
+    attention: str = "eager",
 ) -> list[int]:
     """Greedy continuation by transformers' own ``generate``: the new tokens only.
 
     With ``ignore_eos`` exactly ``max_new`` of them; else an end token, if any, is the last.
     """
-    model = _reference(folder)
+    model = _reference(folder, attention)
     # An id that no token has: with None, or with min_new_tokens, generate would take the end ids
     # of the model's own generation config and forbid them.
     ends = [NO_TOKEN] if ignore_eos else model.generation_config.eos_token_id
@@ -153,7 +158,11 @@ def reference_generate(
     return out[0, len(prompt_ids) :].tolist()
 
 
-def reference_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+def reference_logits(folder: Path, ids: Sequence[int], attention: str = "eager") -> torch.Tensor:
     """Logits of one plain forward pass over ``ids``: ``[len(ids), vocab]``, float32."""
     with torch.inference_mode():
-        return _reference(folder)(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return (
+            _reference(folder, attention)(torch.tensor([list(ids)]), use_cache=False)
+            .logits[0]
+            .float()
+        )
