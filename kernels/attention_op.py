@@ -3,8 +3,8 @@
 This file owns the operator ``tandem::paged_attention`` and the function that transformers calls
 instead of its own attention. The operator declares the pool as mutated, so that a compiler or a
 CUDA graph sees one opaque node with an honest signature. It must never hold state about a step:
-the step travels as the keyword argument ``tandem_step`` of the model's forward. (Measured on a
-CPU: the operator adds about 10 µs to a layer of about 2.3 ms.)
+the step travels as the keyword argument ``tandem_step`` of the model's forward. (Measured on a CPU:
+the operator adds about 35 µs to a layer, 1 ms to a decode step of SmolLM2-135M of 71 ms or more.)
 
 Shape suffixes: T packed tokens, H query heads, N key-value heads, D head size.
 """

@@ -19,7 +19,7 @@ import torch
 from protocol.types import SamplingParams
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are greedy: dividing by them overflows
-_FIRST_CANDIDATES = 1024  # nearly every nucleus is smaller; a larger one takes a full sort
+_CANDIDATES = (256, 4096)  # tried in turn before a full sort; nearly every nucleus is smaller
 _MASK_64 = (1 << 64) - 1
 
 
@@ -56,10 +56,13 @@ def gumbel_noise(draws: Sequence[Draw], vocab_size: int, device: torch.device) -
     low = torch.tensor([[_signed(k & 0xFFFFFFFF)] for k in keys], dtype=torch.int32, device=device)
     high = torch.tensor([[_signed(k >> 32)] for k in keys], dtype=torch.int32, device=device)
     ids = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(0x9E3779B1)
-    bits_SV = _mix(_mix(ids[None] ^ low) + high)
+    bits_SV = ids[None] ^ low
+    scratch_SV = torch.empty_like(bits_SV)
+    bits_SV = _mix_(_mix_(bits_SV, scratch_SV).add_(high), scratch_SV)
     # (bits + 2^31 + 0.5) / 2^32 lies in (0, 1). In double, because small values need all 32 bits:
     # they are the large noises. Rounded up to 1 in float32 it would give minus infinity.
-    uniform_SV = ((bits_SV.double() + 2147483648.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
+    uniform_SV = bits_SV.double().add_(2147483648.5).mul_(2.0**-32).float()
+    uniform_SV.clamp_(max=1 - 2.0**-24)
     return uniform_SV.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -84,11 +87,12 @@ def _floor(scaled_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
     in which a sort returned equal logits, hence not on the batch.
     """
     vocab = scaled_SV.shape[1]
-    floor_S = _floor_within(scaled_SV, params, min(_FIRST_CANDIDATES, vocab))
-    open_ = torch.isnan(floor_S).nonzero().flatten().tolist()
-    if open_:
-        rest = _floor_within(scaled_SV[open_], [params[i] for i in open_], vocab)
-        floor_S[open_] = rest
+    floor_S = torch.full((len(params),), float("nan"), device=scaled_SV.device)
+    for n_candidates in (*(n for n in _CANDIDATES if n < vocab), vocab):
+        unsettled = torch.isnan(floor_S).nonzero().flatten().tolist()
+        if unsettled:
+            some = [params[i] for i in unsettled]
+            floor_S[unsettled] = _floor_within(scaled_SV[unsettled], some, n_candidates)
     return floor_S
 
 
@@ -104,7 +108,7 @@ def _floor_within(
     rank_K = torch.arange(n_candidates, device=device)
     kept_SK = rank_K < top_k[:, None]
     running_SK = (mass_SK * kept_SK).cumsum(dim=-1)
-    whole_S = (scaled_SV - best_SK[:, :1]).double().exp().sum(dim=-1)
+    whole_S = (scaled_SV - best_SK[:, :1]).exp_().sum(dim=-1).double()
     total_S = torch.where(top_k < vocab, running_SK[:, -1], whole_S)
     # A candidate stays while the mass before it has not reached top_p; the first always stays.
     before_SK = running_SK - mass_SK * kept_SK
@@ -118,11 +122,16 @@ def _floor_within(
     return floor_S.masked_fill(unlimited_S, float("-inf"))
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A 32-bit finaliser (xor-shift, multiply; twice) on int32, which wraps on every device."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
+def _mix_(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """A 32-bit finaliser (xor-shift, multiply; twice) on int32, which wraps on every device.
+
+    In place: a fresh tensor per operation costs 15 times as much here, in page faults.
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=scratch)
+        x ^= scratch.bitwise_and_((1 << (32 - shift)) - 1)  # the shift copies the sign; cut it off
+        x *= _signed(factor)
+    return x
 
 
 def _key(seed: int, choice: int, token_index: int) -> int:
