@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receivers(Protocol):
-    """The streams that this worker opened (``peers.OutgoingPeers``)."""
+    """The streams that this worker opened (``outgoing.OutgoingPeers``)."""
 
     def send(self, peer: Peer, message: SenderToReceiver) -> None: ...
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from cluster.worker.effects import Routers
 from cluster.worker.host import SendToPeer, SendToRouter
 from cluster.worker.loop import RoleHost
-from cluster.worker.peers import IncomingPeers, OutgoingPeers
+from cluster.worker.outgoing import OutgoingPeers
+from cluster.worker.peers import IncomingPeers
 from kv_transfer.rendezvous import RendezvousMap
 from protocol.events import Event, FromPeer, FromRouter
 from protocol.messages import Hello, Open

@@ -7,8 +7,8 @@ know what an effect does (``effects.py`` does), or hold the lock while a step ru
 Life of a worker's engine:
  1. ``RoleHost`` takes in events from any thread: role -> effects -> carried out in order, all
     under the lock. An event that comes out of carrying out an effect waits for its turn.
- 2. ``EngineThread`` asks for a plan, runs it without the lock, hands in the result; with nothing
-    to do it sleeps until an event or a tick may have made work.
+ 2. The engine thread (``engine_thread.py``) asks for a plan, runs it without the lock, hands in
+    the result; with nothing to do it sleeps until an event or a tick may have made work.
  3. ``tick`` from the event loop, at least every 100 ms: leases end on a clock.
  4. ``drain``: new tickets are refused, ``wait_idle``; ``stop``: the thread ends after its step.
 
@@ -278,69 +278,6 @@ class RoleHost:
         self.report_fault(f"{where} raised {type(error).__name__}; id {fault_id} in the log")
 
 
-class EngineThread:
-    """The one thread that computes. ``run`` is the model runner's; ``prepare`` runs first, in
-    the thread (thread counts of a compute library belong to the thread that sets them)."""
-
-    def __init__(
-        self,
-        host: RoleHost,
-        run: Callable[[StepPlan], StepResult],
-        *,
-        name: str = "engine",
-        prepare: Callable[[], None] | None = None,
-    ) -> None:
-        self._host = host
-        self._run = run
-        self._prepare = prepare
-        self._prepared = threading.Event()
-        self._refusal: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Begin to compute; returns when ``prepare`` has, and raises what it raised."""
-        self._thread.start()
-        self._prepared.wait()
-        if self._refusal is not None:
-            raise self._refusal
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end (after ``RoleHost.stop``); whether it came."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        try:
-            if self._prepare is not None:
-                self._prepare()
-        except BaseException as error:
-            self._refusal = error
-            return
-        finally:
-            self._prepared.set()
-        while (plan := self._host.next_plan()) is not None:
-            try:
-                result = self._run(plan)
-            except Exception as error:
-                self._host.step_failed(_step_error(plan, error).info())
-            else:
-                self._host.step_done(result)
-
-
 def new_fault_id() -> str:
     """A short id that an error message and the log share."""
     return uuid.uuid4().hex[:12]
-
-
-def _step_error(plan: StepPlan, error: Exception) -> InternalError:
-    """What the requests of a failed step are told; the cause stays in the log."""
-    fault_id = new_fault_id()
-    _log.exception(
-        "a step of %d rows and %d tokens raised; id %s", len(plan.rows), plan.n_tokens, fault_id
-    )
-    return InternalError(f"the model step failed ({type(error).__name__}); id {fault_id}")

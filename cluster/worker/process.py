@@ -25,12 +25,15 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from cluster.worker.dialler import GrpcDialler
 from cluster.worker.effects import Effects, Routers
 from cluster.worker.engine import Engine, load_engine, use_threads
+from cluster.worker.engine_thread import EngineThread
 from cluster.worker.gateway import Gateway
-from cluster.worker.loop import EngineThread, RoleHost
+from cluster.worker.loop import RoleHost
 from cluster.worker.options import WorkerOptions
-from cluster.worker.peers import IncomingPeers, OutgoingPeers, route_link_event
+from cluster.worker.outgoing import OutgoingPeers
+from cluster.worker.peers import IncomingPeers, route_link_event
 from cluster.worker.reports import ProcessCounts, WorkerReport
 from cluster.worker.service import WorkerServer
 from decode_worker.role import DecodeRole
@@ -47,9 +50,8 @@ from protocol.lifecycle import WORKER_TABLE, WorkerEvent, WorkerState, follow
 from protocol.messages import Hello
 from protocol.role import RoleOptions, WorkerRole
 from protocol.types import Peer, Role, WorkerInfo
-from protocol.wire.clients import StoreClient, TransferClient
-from protocol.wire.telemetry import Telemetry
 from protocol.wire.loop_thread import LoopThread
+from protocol.wire.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +218,7 @@ class WorkerProcess:
             host=self._host,
             links=self._links,
             hello=self._hello,
-            dialler=_GrpcDialler(options),
+            dialler=GrpcDialler(options.secret, timing),
             heartbeat_s=timing.heartbeat_s,
             link_over_s=timing.link_op_s + timing.link_abort_s,
         )
@@ -250,7 +252,24 @@ class WorkerProcess:
     def _role(self) -> WorkerRole:
         me = Peer(self.options.worker_id, self._incarnation, self._endpoint)
         kind = PrefillRole if self.options.role is Role.PREFILL else DecodeRole
-        return kind(me, self._pages, _role_options(self.options, self._engine))
+        return kind(me, self._pages, self._role_options())
+
+    def _role_options(self) -> RoleOptions:
+        options, model = self.options, self._engine.model
+        return RoleOptions(
+            page_size=model.geometry.page_size,
+            page_bytes=model.geometry.page_bytes,
+            max_num_batched_tokens=self._engine.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=model.max_model_len,
+            min_prefill_tokens=options.min_prefill_tokens,
+            chunked_prefill=options.chunked_prefill,
+            eos_token_ids=model.eos_token_ids,
+            window=options.window,
+            lease_s=options.timing.lease_s,
+            link_op_s=options.timing.link_op_s,
+            heartbeat_s=options.timing.heartbeat_s,
+        )
 
     def _make_transport(self) -> Transport:
         if self.options.transport == "loopback":
@@ -298,46 +317,3 @@ class WorkerProcess:
         if self._loop_thread is None:
             raise WrongState(f"{self.options.worker_id} is not running")
         return self._loop_thread
-
-
-class _GrpcDialler:
-    """Makes the gRPC clients of this worker's outgoing pairs."""
-
-    def __init__(self, options: WorkerOptions) -> None:
-        self._secret = options.secret
-        self._timing = options.timing
-
-    def stream(self, peer: Peer, hello: Hello) -> TransferClient:
-        """A Transfer stream, not yet connected."""
-        return TransferClient(
-            peer.endpoint,
-            hello,
-            self._secret,
-            expect=peer,
-            timing=self._timing,
-            connect_s=self._timing.peer_dead_s,
-        )
-
-    def store(self, peer: Peer, link: str) -> StoreClient:
-        """The receiver's rendezvous map of one link."""
-        return StoreClient(
-            peer.endpoint, link, self._secret, timing=self._timing, call_s=self._timing.link_op_s
-        )
-
-
-def _role_options(options: WorkerOptions, engine: Engine) -> RoleOptions:
-    geometry, timing = engine.pool.geometry, options.timing
-    return RoleOptions(
-        page_size=geometry.page_size,
-        page_bytes=geometry.page_bytes,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=engine.model.max_model_len,
-        min_prefill_tokens=options.min_prefill_tokens,
-        chunked_prefill=options.chunked_prefill,
-        eos_token_ids=engine.model.eos_token_ids,
-        window=options.window,
-        lease_s=timing.lease_s,
-        link_op_s=timing.link_op_s,
-        heartbeat_s=timing.heartbeat_s,
-    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,9 +29,13 @@ class LoopThread:
         """Start the thread."""
         self._thread.start()
 
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop and return its result; raises what it raised."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.spawn(work)
         try:
             return future.result(timeout_s)
         except TimeoutError:

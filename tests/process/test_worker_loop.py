@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cluster.worker.loop import EngineThread, RoleHost
+from cluster.worker.engine_thread import EngineThread
+from cluster.worker.loop import RoleHost
 from protocol.errors import ErrorInfo, InternalError
 from protocol.events import Effect, Event, FromRouter, LinkBroken, RouterLost, ToRouter
 from protocol.messages import Done, Open, RouterHeartbeat
