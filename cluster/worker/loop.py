@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from protocol.errors import ErrorInfo, InternalError, TandemError, WrongState
-from protocol.events import Effect, Event, FromRouter, ToRouter
-from protocol.messages import Done, Open
+from protocol.events import Effect, Event, FromPeer, FromRouter, ToRouter
+from protocol.messages import Done, Open, RouterHeartbeat, TransferHeartbeat
 from protocol.role import WorkerRole
 from protocol.step import StepPlan, StepResult
 from protocol.types import Outcome, WorkerLoad
@@ -40,6 +40,7 @@ _STEP_WEIGHT = 0.2  # of the newest step in the moving average of step times
 # A step is stuck when it has run longer than this; far above the slowest machine's prefill.
 _STUCK_S = 60.0
 _STUCK_S_PER_TOKEN = 0.1
+_BEATS = (RouterHeartbeat, TransferHeartbeat)  # move no page
 _BROKEN_STEPS = 3  # failed steps in a row that make a worker unhealthy
 
 
@@ -79,6 +80,7 @@ class RoleHost:
         self._draining = False
         self._stopping = False
         self._fault = ""
+        self._integrity = ""
         self._failed_in_row = 0
         self._steps = 0
         self._step_s = 0.0
@@ -124,8 +126,8 @@ class RoleHost:
     def health(self) -> Health:
         """Made progress or idle, and no fault met."""
         with self.lock:
-            if self._fault:
-                return Health(False, self._fault)
+            if self._fault or self._integrity:
+                return Health(False, self._fault or f"integrity: {self._integrity}")
             if self._failed_in_row >= _BROKEN_STEPS:
                 return Health(False, f"the last {self._failed_in_row} steps failed")
             if self._running is not None:
@@ -139,11 +141,11 @@ class RoleHost:
             return Health(True)
 
     def check_integrity(self) -> str:
-        """Check the page account now, if no step is running; "" or what is wrong."""
+        """What is wrong with the page account, or "". Looked at now if idle and anything moved."""
         with self.lock:
-            if self._running is None:
+            if self._check_due and self.is_idle():
                 self._check()
-            return self._fault
+            return self._integrity
 
     def report_fault(self, reason: str) -> None:
         """Something this worker cannot recover from; its health says so from now on."""
@@ -238,6 +240,8 @@ class RoleHost:
             error = WrongState(f"{self._worker_id} is draining").info()
             done = Done(event.message.ticket.id, Outcome.FAILED, error=error)
             return [ToRouter(event.router_id, done)]
+        if not (isinstance(event, FromRouter | FromPeer) and isinstance(event.message, _BEATS)):
+            self._check_due = True
         return self._role.handle(event, now)
 
     def _plan(self) -> StepPlan | None:
@@ -268,9 +272,9 @@ class RoleHost:
         try:
             self._role.check_integrity()
         except TandemError as error:
-            if not self._fault:
+            if not self._integrity:
                 _log.error("%s: integrity: %s", self._worker_id, error.message)
-            self.report_fault(f"integrity: {error.message}")
+            self._integrity = error.message
 
     def _bug(self, where: str, error: Exception) -> None:
         fault_id = new_fault_id()

@@ -41,6 +41,7 @@ def test_two_threads_compute_and_sigterm_ends_the_worker_after_its_requests(
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_one_sentence_and_exit_2(model: Path, tmp_path: Path) -> None:
     (options,) = options_of(small_config(model, mode="colocated"))
     first = RemoteWorker(options, tmp_path / "first")

@@ -20,7 +20,7 @@ from cluster.worker.process import WorkerProcess
 from kv_transfer.transport import Transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from protocol.config import TandemConfig
-from protocol.errors import TandemError, Unauthenticated, Unavailable
+from protocol.errors import ConfigError, TandemError, Unauthenticated, Unavailable
 from protocol.types import FinishReason
 
 PAGE = 16
@@ -299,3 +299,15 @@ def test_draining_lets_running_requests_end_and_refuses_new_ones() -> None:
         assert answer.result() == echo_answer(prompt, 20)
         stopping.join(WAIT_S)
         assert drained == [True]
+
+
+def test_a_port_in_use_is_one_sentence_and_the_next_port_works() -> None:
+    decode_options, prefill_options = options_of(a_config())
+    first = WorkerProcess(decode_options, engine=EchoModel().engine)
+    try:
+        taken = first.start().endpoint
+        refused = WorkerProcess(replace(prefill_options, listen=taken), engine=EchoModel().engine)
+        with pytest.raises(ConfigError, match=taken):
+            refused.start()
+    finally:
+        first.stop()
