@@ -11,7 +11,7 @@ from typing import Any
 from cluster.worker.service import WorkerServer
 from protocol.agreement import PROTOCOL_VERSION
 from protocol.config import TimingConfig
-from protocol.errors import WrongState
+from protocol.errors import TandemError, WrongState
 from protocol.events import Event
 from protocol.messages import Hello
 from protocol.types import KvGeometry, WorkerLoad
@@ -121,7 +121,9 @@ class RecordingHost:
     def detach_router(self, router_id: str) -> None:
         self._add(("detach", router_id))
 
-    def attach_peer(self, hello: Hello, send: Callable[[Any], None]) -> None:
+    def attach_peer(
+        self, hello: Hello, send: Callable[[Any], None], end: Callable[[TandemError], None]
+    ) -> None:
         self.sends[hello.worker_id] = send
         self._add(("attach", hello.worker_id, hello.incarnation))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.worker.effects import Routers
-from cluster.worker.host import SendToPeer, SendToRouter
+from cluster.worker.host import EndStream, SendToPeer, SendToRouter
 from cluster.worker.loop import RoleHost
 from cluster.worker.outgoing import OutgoingPeers
 from cluster.worker.peers import IncomingPeers
@@ -87,9 +87,9 @@ class Gateway:
         with self._role_host.lock:
             self._routers.detach(router_id)
 
-    def attach_peer(self, hello: Hello, send: SendToPeer) -> None:
+    def attach_peer(self, hello: Hello, send: SendToPeer, end: EndStream) -> None:
         """A sending worker's Transfer stream is up."""
-        self._incoming.attach(hello, send)
+        self._incoming.attach(hello, send, end)
 
     def detach_peer(self, worker_id: str) -> None:
         """That Transfer stream is over."""

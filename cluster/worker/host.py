@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from protocol.errors import TandemError
 from protocol.events import Event
 from protocol.messages import Hello, ReceiverToSender, WorkerToRouter
 from protocol.types import WorkerLoad
 
 SendToRouter = Callable[[WorkerToRouter], None]
 SendToPeer = Callable[[ReceiverToSender], None]
+EndStream = Callable[[TandemError], None]
 
 
 class RendezvousMap(Protocol):
@@ -74,8 +76,11 @@ class Host(Protocol):
         """That Session is over; its ``send`` drops what it is given."""
         ...
 
-    def attach_peer(self, hello: Hello, send: SendToPeer) -> None:
-        """A sending worker's Transfer stream is up and both sides agree."""
+    def attach_peer(self, hello: Hello, send: SendToPeer, end: EndStream) -> None:
+        """A sending worker's Transfer stream is up and both sides agree.
+
+        ``end`` ends it from any thread; 3 of its life follows.
+        """
         ...
 
     def detach_peer(self, worker_id: str) -> None:

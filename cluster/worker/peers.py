@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.worker.host import SendToPeer
+from cluster.worker.host import EndStream, SendToPeer
 from cluster.worker.loop import RoleHost
 from cluster.worker.outgoing import OutgoingPeers, link_name
 from kv_transfer.links import Links
@@ -29,6 +29,7 @@ from protocol.wire.telemetry import Telemetry
 class _Incoming:
     hello: Hello
     send: SendToPeer
+    end: EndStream
     name: LinkName
     rendezvous: Rendezvous
     held: list[FromPeer] | None = None  # not None: waits for the old link's end
@@ -57,14 +58,14 @@ class IncomingPeers:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def attach(self, hello: Hello, send: SendToPeer) -> None:
+    def attach(self, hello: Hello, send: SendToPeer, end: EndStream) -> None:
         """A sending worker's stream is up; its link is opened, or waits for the old one's end.
 
         The sender may leave its address at once: its map is open in both cases.
         """
         with self._host.lock:
             name = link_name(hello, self._hello(0))
-            entry = _Incoming(hello, send, name, self._rendezvous.open(name.key))
+            entry = _Incoming(hello, send, end, name, self._rendezvous.open(name.key))
             self._entries[hello.worker_id] = entry
             if self._links.get(hello.worker_id, outgoing=False) is None:
                 self._open(entry)
@@ -98,7 +99,7 @@ class IncomingPeers:
                 self._host.submit(event)
 
     def on_link_broken(self, event: LinkBroken) -> None:
-        """An incoming link is over: the role hears it; a newer stream gets its link now."""
+        """An incoming link is over: so is its stream; a newer stream gets its link now."""
         with self._host.lock:
             self._links.forget(event.worker_id, outgoing=False)
             key = self._opened.pop(event.worker_id, None)
@@ -106,7 +107,12 @@ class IncomingPeers:
                 self._rendezvous.close(key)
             self._host.submit(event)
             entry = self._entries.get(event.worker_id)
-            if entry is not None and entry.held is not None:
+            if entry is None:
+                return
+            if entry.held is None:
+                if key == entry.name.key:
+                    entry.end(event.error.to_error())
+            else:
                 held, entry.held = entry.held, None
                 self._open(entry)
                 for message in held:

@@ -114,7 +114,7 @@ class TransferService(transfer_pb2_grpc.TransferServicer):
 
         def attach() -> None:
             duplex.send(host.hello())
-            host.attach_peer(theirs, duplex.send)
+            host.attach_peer(theirs, duplex.send, duplex.close)
 
         def lost(cause: TandemError) -> None:
             host.detach_peer(worker_id)

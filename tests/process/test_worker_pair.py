@@ -311,3 +311,45 @@ def test_a_port_in_use_is_one_sentence_and_the_next_port_works() -> None:
             refused.start()
     finally:
         first.stop()
+
+
+@pytest.mark.parametrize("outgoing", [True, False])
+def test_a_link_that_breaks_fails_its_own_transfers_and_is_made_anew(outgoing: bool) -> None:
+    with pair() as both:
+        prompt = echo_prompt(100, seed=1)
+        assert both.core.generate(prompt, 3) == echo_answer(prompt, 3)
+        both.prefill_model.gate.clear()
+        both.prefill_model.entered.clear()
+        hit = both.core.submit(echo_prompt(120, seed=2), 3)
+        assert both.prefill_model.entered.wait(WAIT_S)
+        breaking, peer = (both.prefill, "decode-0") if outgoing else (both.decode, "prefill-0")
+        assert breaking._links.close(peer, outgoing=outgoing, cause="the test cut it")
+        with pytest.raises(Unavailable):
+            hit.result()
+        both.prefill_model.gate.set()
+        assert both.core.generate(prompt, 5) == echo_answer(prompt, 5)
+        both.check_all_returned()
+
+
+def test_two_prefill_and_two_decode_workers_serve_together() -> None:
+    config = a_config(pools={"prefill": {"replicas": 2}, "decode": {"replicas": 2}})
+    models = [EchoModel() for _ in range(4)]
+    with ExitStack() as stack:
+        workers = [
+            WorkerProcess(options, engine=model.engine)
+            for options, model in zip(options_of(config), models, strict=True)
+        ]
+        for worker in workers:
+            stack.callback(worker.stop)
+        infos = [worker.start() for worker in workers]
+        core = stack.enter_context(Core(config, infos[0].model))
+        core.set_workers(infos)
+        prompts = [echo_prompt(40 + 7 * i, seed=i) for i in range(24)]
+        answers = [core.submit(prompt, 6) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.result() == echo_answer(prompt, 6)
+        assert all(model.tokens_computed > 0 for model in models)
+        for worker in workers:
+            wait_until(lambda w=worker: w.report().idle, what="idle")
+            report = worker.report()
+            assert report.integrity == "" and report.load.free_pages == report.info.total_pages
