@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from cluster.control.records import ClusterRecord
     from protocol.status import ClusterStatus
 
 _ASK_S = 5.0
@@ -28,48 +27,49 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show pools, workers, loads and addresses."""
-    from protocol.errors import Unavailable
-    from protocol.wire.clients import AdminClient
-
-    address, secret = _find(config, grpc)
-    client = AdminClient(address, secret, call_s=_ASK_S)
-    try:
-        found = client.status()
-    except Unavailable as error:
-        raise Unavailable(f"no cluster answers at {address}: {error.message}") from None
-    finally:
-        client.close()
+    addresses, secret = _find(config, grpc)
+    found = _ask(addresses, secret)
     typer.echo(json.dumps(dataclasses.asdict(found)) if as_json else _table(found), nl=as_json)
 
 
-def _find(config: Path | None, grpc: str | None) -> tuple[str, str]:
-    """The gRPC address to ask, and the secret that it wants to hear."""
+def _ask(addresses: tuple[str, ...], secret: str) -> ClusterStatus:
+    """The answer of the first of these that answers."""
+    from protocol.errors import Unavailable
+    from protocol.wire.clients import AdminClient
+
+    fault = ""
+    for address in addresses:
+        client = AdminClient(address, secret, call_s=_ASK_S)
+        try:
+            return client.status()
+        except Unavailable as error:
+            fault = fault or error.message
+        finally:
+            client.close()
+    raise Unavailable(f"no cluster answers at {addresses[0]}: {fault}")
+
+
+def _find(config: Path | None, grpc: str | None) -> tuple[tuple[str, ...], str]:
+    """The gRPC addresses to ask, router before controller, and the secret they want to hear."""
     from cluster.control import records
     from protocol.errors import InvalidArgument, Unavailable
     from protocol.load import load_config
 
     known = [r for r in records.load_all() if r.grpc]
-    if config is not None:
-        loaded = load_config(config, (), os.environ)
-        record = next((r for r in known if r.name == loaded.name), None)
-        if record is None and grpc is None:
-            raise Unavailable(
-                f"no cluster named {loaded.name!r} runs; `tandem serve {config}` starts it"
-            )
-        return grpc or _address(record), record.secret if record else ""
     if grpc is not None:
-        record = next((r for r in known if r.grpc == grpc), None)
-        return grpc, record.secret if record else ""
+        record = next((r for r in known if grpc in (r.grpc, r.admin)), None)
+        return (grpc,), record.secret if record else ""
+    if config is not None:
+        name = load_config(config, (), os.environ).name
+        known = [r for r in known if r.name == name]
+        if not known:
+            raise Unavailable(f"no cluster named {name!r} runs; `tandem serve {config}` starts it")
     if not known:
         raise Unavailable("no cluster runs; `tandem serve CONFIG` starts one")
     if len(known) > 1:
         names = ", ".join(r.name for r in known)
         raise InvalidArgument(f"several clusters run ({names}): give the YAML file or --grpc")
-    return known[0].grpc, known[0].secret
-
-
-def _address(record: ClusterRecord | None) -> str:
-    return record.grpc if record is not None else ""
+    return (known[0].grpc, known[0].admin), known[0].secret
 
 
 def _table(found: ClusterStatus) -> str:

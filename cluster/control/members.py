@@ -76,6 +76,7 @@ class Crew:
         """``wake``: the controller should look again; ``note``: tell the operator."""
         self.members: dict[str, Member] = {}
         self.controller_address = ""
+        self._fronts: dict[str, tuple[str, str]] = {}  # router id -> http, grpc of its first life
         self._config = config
         self._secret = secret
         self._limits = limits
@@ -189,11 +190,13 @@ class Crew:
             return
         model = await asyncio.shield(self._model)
         self._enter(member, Phase.LOADING)
-        answer = await ask(member.placed.actor, "start", model)
+        http, grpc = self._fronts.get(member_id, (None, None))
+        answer = await ask(member.placed.actor, "start", model, http, grpc)
         if isinstance(answer, ErrorInfo):
             self.lose(member, answer.message)
             return
         member.http, member.grpc = answer.http, answer.grpc
+        self._fronts[member_id] = (answer.http, answer.grpc)
         self._enter(member, Phase.READY)
 
     async def _watch(self, member: Member, actor: Any) -> None:

@@ -60,13 +60,14 @@ class RaySession:
         Raises ``ConfigError`` or ``Unavailable`` with a sentence; nothing runs then.
         """
         if address != "local":
-            _choose_trust()
+            _choose_trust(address)
             record = RayRecord(address=address, owned=False)
             _connect(address)
             on_started(record)
             return cls(record)
         record = _start_daemon(num_cpus, on_started)
         try:
+            os.environ.update(_trust())
             _connect(record.address)
         except BaseException:
             end_ray(record)
@@ -94,7 +95,7 @@ def connect(record: RayRecord) -> RaySession:
     if record.owned:
         os.environ.update(_trust())
     else:
-        _choose_trust()
+        _choose_trust(record.address)
     _connect(record.address)
     return RaySession(record)
 
@@ -117,9 +118,12 @@ def _trust() -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(ray_token_file())}
 
 
-def _choose_trust() -> None:
+def _choose_trust(address: str) -> None:
     """Say explicitly whether a joined Ray is expected to ask for a token."""
     if "RAY_AUTH_MODE" in os.environ:
+        return
+    if address.startswith(f"{_NODE_IP}:"):  # started by another command of this user
+        os.environ.update(_trust())
         return
     given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     there = (Path.home() / ".ray" / "auth_token").exists()
@@ -204,8 +208,6 @@ def _free_port() -> int:
 
 
 def _connect(address: str) -> None:
-    if address.startswith(f"{_NODE_IP}:"):
-        os.environ.update(_trust())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 

@@ -52,8 +52,10 @@ class RouterActor:
             return error.info()
         return None
 
-    def start(self, model: ModelInfo) -> RouterEndpoints | ErrorInfo:
-        """Take the ports and serve."""
+    def start(
+        self, model: ModelInfo, http: str | None, grpc: str | None
+    ) -> RouterEndpoints | ErrorInfo:
+        """Take the ports and serve. ``http`` and ``grpc``: where a predecessor did."""
         try:
             from router.app import RouterApp
 
@@ -64,6 +66,8 @@ class RouterActor:
                 secret=self._secret,
                 controller=self._controller,
                 codec=self._codec,
+                http=http,
+                grpc=grpc,
             )
             return self._app.start()
         except TandemError as error:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 def until(check: Callable[[], Any], limit_s: float = 90.0) -> Any:
     """Ask until the answer is good; what other processes do has no event to wait on."""
-    pause = threading.Event()
-    for _ in range(round(limit_s / 0.25)):
+    pause, end = threading.Event(), time.monotonic() + limit_s
+    while time.monotonic() < end:
         if found := check():
             return found
         pause.wait(0.25)
@@ -83,9 +84,7 @@ def test_a_killed_router_comes_back_on_the_same_port(home: Path, model: Path) ->
         assert len(listening) == 1
         os.kill(listening[0].pid, signal.SIGKILL)
         cluster.said("router-0 lost")
-        # Port 0 of the configuration means any, so ask where it listens now.
-        where = until(lambda: _router_of(cluster, listening[0]))
-        until(lambda: answers({"url": f"http://{where}/v1"}), 30)
+        until(lambda: answers(where))
     finally:
         cluster.close()
 
@@ -95,14 +94,6 @@ def _title(process: ProcessId) -> str:
         return Path(f"/proc/{process.pid}/cmdline").read_text()
     except OSError:
         return ""
-
-
-def _router_of(cluster: Served, old: ProcessId) -> str:
-    done = tandem(cluster.home, "status", "--grpc", cluster.record()["admin"], "--json")
-    if done.returncode != 0:
-        return ""
-    (router,) = json.loads(done.stdout)["routers"]
-    return router["http"] if router["state"] == "ready" and not alive(old) else ""
 
 
 def test_down_cleans_up_after_a_killed_serve(home: Path, model: Path) -> None:
