@@ -75,14 +75,21 @@ def _watch(handle: ClusterHandle) -> None:
     told: set[str] = set()
     wait = threading.Event()
     lost_sight = False
-    while not handle.was_shut_down():
+    while True:
+        if not handle.ray_alive:
+            # Ray's client would wait a minute for it and then end this process without a word.
+            typer.echo("error: Ray has died under the cluster; ending what is left of it", err=True)
+            handle.force()
+            os._exit(1)
+        if handle.was_shut_down():
+            break
         try:
             for note in handle.status().notes:
                 if note.text not in told:
                     told.add(note.text)
                     typer.echo(note.text, err=True)
         except Unavailable as error:
-            if not lost_sight and not handle.was_shut_down():
+            if not lost_sight and handle.ray_alive and not handle.was_shut_down():
                 typer.echo(f"warning: {error.message}; serving goes on without it", err=True)
                 lost_sight = True
         wait.wait(_WATCH_S)

@@ -125,6 +125,11 @@ class ClusterHandle:
         status: ClusterStatus = self._ask("status", _ASK_S)
         return status
 
+    @property
+    def ray_alive(self) -> bool:
+        """False once the Ray under a running cluster has died; only ``force`` works then."""
+        return self._session is None or self._session.alive
+
     def was_shut_down(self) -> bool:
         """Whether somebody else asked the cluster to end (``Admin.Shutdown``), and it has."""
         from cluster.control import placement

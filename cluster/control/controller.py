@@ -190,7 +190,9 @@ class Controller:
         state = _STATES[seen.phase]
         detail = self._plan.waiting.get(member_id, "") if seen.phase is Phase.LOST else ""
         if seen.phase is Phase.PLACING:
-            detail = "waiting for a worker to tell the model" if not seen.kind.role else ""
+            detail = "waiting for a worker to tell the model"
+            if seen.kind.role:
+                detail = f"waiting for {self._crew.wants_text(seen.kind)}"
         return Step(member_id, state, detail, end - seen.began)
 
     def _links_step(self) -> Step:

@@ -99,6 +99,11 @@ class Crew:
         """The routers that are ready."""
         return tuple(m for m in self.members.values() if m.ready and m.seen.kind is Kind.ROUTER)
 
+    def wants_text(self, kind: Kind) -> str:
+        """What a worker of this kind needs from Ray, in words."""
+        wants = bundle(getattr(self._config.pools, kind.value).resources)
+        return ", ".join(f"{amount:g} {name}" for name, amount in wants.items()) or "a place"
+
     # --- what the controller does --------------------------------------------------------------
 
     def start(self, member_id: str, kind: Kind) -> None:

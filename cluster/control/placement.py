@@ -8,6 +8,7 @@ and groups are detached: they outlive whoever made them. It must never decide th
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +174,7 @@ async def ask(actor: Any, method: str, *arguments: Any) -> Any:
 def call(actor: Any, method: str, timeout_s: float, *arguments: Any) -> Any:
     """Call an actor from the command line's process and wait for the answer.
 
-    Raises ``TimeoutError``, or ``ConnectionError`` when the actor is gone.
+    Raises ``TimeoutError``, or ``ConnectionError`` when the actor is gone or the call raised.
     """
     try:
         return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
@@ -181,6 +182,8 @@ def call(actor: Any, method: str, timeout_s: float, *arguments: Any) -> Any:
         raise TimeoutError(f"{method}: no answer within {timeout_s:.0f} s") from None
     except RayActorError as e:
         raise ConnectionError(f"{method}: {_cause_of_death(e)}") from None
+    except RayError as e:
+        raise ConnectionError(f"{method}: {_first_line(e)}") from None
 
 
 def kill(actor: Any) -> None:
@@ -226,8 +229,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _cause_of_death(error: RayActorError) -> str:
-    """The line of Ray's long message that says why."""
-    for line in str(error).splitlines():
-        if "exit detail" in line.lower() or "Worker exit type" in line:
-            return line.strip()
-    return _first_line(error)
+    """The part of Ray's long message that says why, without its list of guesses."""
+    found = re.search(r"Worker exit detail: (.*?)(?: There are some potential|$)", str(error), re.M)
+    return found[1].strip() if found else _first_line(error)

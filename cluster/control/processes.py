@@ -51,6 +51,14 @@ def alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 
 
+def command_name(process: ProcessId) -> str:
+    """The name of the program that it runs; empty when it is gone."""
+    try:
+        return (_PROC / str(process.pid) / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def marked(name: str, value: str) -> tuple[ProcessId, ...]:
     """Processes of this user, other than this one, whose environment began with name=value."""
     entry = f"{name}={value}".encode()

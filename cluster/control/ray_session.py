@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.control.processes import can_identify, end, marked
+from cluster.control.processes import alive, can_identify, command_name, end, marked
 from cluster.control.records import RayRecord, ray_token_file
 from protocol.errors import ConfigError, Unavailable
 
@@ -39,6 +39,7 @@ NAMESPACE = "tandem"
 MARK = "TANDEM_RAY_SESSION"
 _NODE_IP = "127.0.0.2"  # loopback; Ray swaps 127.0.0.1 for an outside address
 _OBJECT_STORE_BYTES = 100_000_000  # of no use to Tandem; Ray wants one
+_VITAL = ("gcs_server", "raylet")
 _START_S = 60.0
 _END_S = 1.0  # Ray's head waits for a while before it obeys; nothing in it is worth waiting for
 
@@ -48,6 +49,12 @@ class RaySession:
 
     def __init__(self, record: RayRecord) -> None:
         self.record = record
+        self._vital = tuple(p for p in record.processes if command_name(p) in _VITAL)
+
+    @property
+    def alive(self) -> bool:
+        """False once a Ray of ours has lost a process that it cannot live without."""
+        return all(alive(p) for p in self._vital)
 
     @classmethod
     def open(
@@ -215,14 +222,22 @@ def _connect(address: str) -> None:
     try:
         with _keep_signal_handlers():
             ray.init(address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
-    except ConnectionError as e:
-        raise Unavailable(f"no Ray answers at {address}: {_first_line(e)}") from None
-    except (RuntimeError, ValueError) as e:
-        raise Unavailable(f"cannot join Ray at {address}: {_first_line(e)}") from None
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        raise Unavailable(f"cannot join Ray at {address}: {_gist(e)}{_hint()}") from None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _hint() -> str:
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return ""
+    return " (if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)"
+
+
+def _gist(error: BaseException) -> str:
+    """First line of a message, with the last where the first only introduces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
 
 
 @contextmanager

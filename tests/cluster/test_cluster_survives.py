@@ -64,7 +64,7 @@ def test_a_killed_worker_is_replaced_and_the_cluster_serves_again(
         lambda: all(s == "ready" for s, _ in state_of(served).values()) and state_of(served)
     )
     os.kill(before[victim][1], signal.SIGKILL)
-    served.said(f"{victim} lost: its process died")
+    served.said(f"{victim} lost: its process died while it served: Worker unexpectedly exits")
 
     def replaced() -> bool:
         state, pid = state_of(served).get(victim, ("", 0))
@@ -112,6 +112,21 @@ def test_down_cleans_up_after_a_killed_serve(home: Path, model: Path) -> None:
         assert not Path(record["ray"]["folder"]).exists()
         assert not cluster.record_file().exists()
         assert "nothing runs" in tandem(home, "down", str(cluster.config)).stderr
+    finally:
+        cluster.close()
+
+
+def test_the_death_of_ray_ends_serve_with_a_sentence(home: Path, model: Path) -> None:
+    cluster = Served(home, write_config(home, model, "rayless"))
+    try:
+        cluster.ready()
+        record = cluster.record()
+        (head,) = (p for p in processes_of(record) if "gcs_server" in _title(p))
+        os.kill(head.pid, signal.SIGKILL)
+        assert cluster.process.wait(30) == 1
+        cluster.said("Ray has died", 5)
+        assert not processes_of(record)
+        assert not cluster.record_file().exists()
     finally:
         cluster.close()
 
