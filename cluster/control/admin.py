@@ -8,7 +8,7 @@ Life of an ``AdminServer``, on the controller's event loop: construct -> ``start
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from protocol.config import TimingConfig
@@ -23,14 +23,14 @@ SERVICE = "tandem.v1.Admin"
 
 class _Admin(AdminServicer):
     def __init__(
-        self, status: Callable[[], ClusterStatus], shutdown: Callable[[str], None]
+        self, status: Callable[[], Awaitable[ClusterStatus]], shutdown: Callable[[str], None]
     ) -> None:
         self._status = status
         self._shutdown = shutdown
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:
         """The state of the cluster."""
-        return encode_status(self._status())
+        return encode_status(await self._status())
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownResponse:
         """End the cluster; answers at once."""
@@ -46,10 +46,10 @@ class AdminServer:
         secret: str,
         timing: TimingConfig,
         *,
-        status: Callable[[], ClusterStatus],
+        status: Callable[[], Awaitable[ClusterStatus]],
         shutdown: Callable[[str], None],
     ) -> None:
-        """``status`` and ``shutdown`` are called on the event loop and must not block."""
+        """Both are called on the event loop; ``shutdown`` must not block."""
         self._server = WireServer(secret=secret, timing=timing)
         add_AdminServicer_to_server(_Admin(status, shutdown), self._server.grpc)
 

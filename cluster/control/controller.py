@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 _NOTES_KEPT = 50
 _TELL_S = 5.0  # a router that takes longer is told again later
+_FRESH_S = 1.0  # a member that takes longer is shown as it last was
 _LAST_WORDS_S = 0.5  # the answer to Shutdown, and what routers forward of it, leaves first
 _STATES = {
     Phase.PLACING: StepState.PLACING,
@@ -83,7 +84,7 @@ class Controller:
         self._admin = AdminServer(
             self._secret,
             self._config.timing,
-            status=self._status,
+            status=self.status,
             shutdown=self._shutdown_and_exit,
         )
         interface = self._config.kv.interface
@@ -113,7 +114,8 @@ class Controller:
         )
 
     async def status(self) -> ClusterStatus:
-        """What ``tandem status`` shows."""
+        """What ``tandem status`` shows, as fresh as the members answer."""
+        await self._crew.refresh(_FRESH_S)
         return self._status()
 
     async def shutdown(self, cause: str) -> tuple[str, ...]:

@@ -134,6 +134,12 @@ class Crew:
                 member.polling = True
                 self._run(member, self._ask(member))
 
+    async def refresh(self, limit_s: float) -> None:
+        """Ask everyone who is ready now and wait for the answers, at most so long."""
+        asked = [self._run(m, self._ask(m)) for m in self.members.values() if m.ready]
+        if asked:
+            await asyncio.wait(asked, timeout=limit_s)
+
     def warm(self, member: Member, receivers: tuple[WorkerInfo, ...]) -> None:
         """Have a prefill worker connect to these receivers."""
         member.warming_for = frozenset(w.incarnation for w in receivers)
@@ -239,7 +245,7 @@ class Crew:
 
     # --- tasks ---------------------------------------------------------------------------------
 
-    def _run(self, member: Member, work: Awaitable[None]) -> None:
+    def _run(self, member: Member, work: Awaitable[None]) -> asyncio.Task[None]:
         """Run a task of this life; if the actor dies under it, the member is lost."""
 
         async def guarded() -> None:
@@ -251,9 +257,10 @@ class Crew:
             except (Trouble, ValueError, RuntimeError) as error:
                 self.lose(member, f"{type(error).__name__}: {error}")
 
-        task = asyncio.ensure_future(guarded())
+        task = asyncio.create_task(guarded())
         member.tasks.add(task)
         task.add_done_callback(member.tasks.discard)
+        return task
 
     def _let_go(self, member: Member) -> None:
         placed, member.placed, member.info = member.placed, None, None
