@@ -52,32 +52,21 @@ def _round(value: float | None) -> float | None:
 
 
 def table(results: Sequence[ArmResult]) -> Table:
-    """One row per arm; milliseconds."""
+    """One row per arm; milliseconds, as p50 / p99 / max."""
     out = Table(
-        title="Gaps between a chat's tokens (ms) while one long prompt is served",
+        title="Gaps between a chat's tokens while one long prompt is served: p50 / p99 / max, ms",
         title_justify="left",
     )
-    out.add_column("arm")
-    out.add_column("workers", justify="right")
+    out.add_column("arm", no_wrap=True)
     for name in WINDOWS:
-        for figure in ("p50", "p99", "max"):
-            out.add_column(f"{name}\n{figure}", justify="right", no_wrap=True)
-    out.add_column("long prompt\nTTFT ms", justify="right")
-    out.add_column("chat\ntokens/s", justify="right")
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("long TTFT", justify="right", no_wrap=True)
+    out.add_column("chat tok/s", justify="right", no_wrap=True)
     for result in results:
         gaps = result.gaps()
-        cells = [
-            _cell(getattr(gaps[name], figure))
-            for name in WINDOWS
-            for figure in ("p50", "p99", "max")
-        ]
-        out.add_row(
-            result.arm.name,
-            str(result.arm.workers),
-            *cells,
-            _cell(result.long_ttft_ms),
-            f"{result.output_tok_s:.1f}",
-        )
+        cells = [" / ".join(map(_cell, (g.p50, g.p99, g.max))) for g in map(gaps.get, WINDOWS) if g]
+        rate = f"{result.output_tok_s:.1f}"
+        out.add_row(result.arm.name, *cells, _cell(result.long_ttft_ms), rate)
     return out
 
 
