@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from cluster.bench.results import ArmResult, Workload
@@ -54,8 +55,9 @@ def _round(value: float | None) -> float | None:
 def table(results: Sequence[ArmResult]) -> Table:
     """One row per arm; milliseconds, as p50 / p99 / max."""
     out = Table(
-        title="Gaps between a chat's tokens while one long prompt is served: p50 / p99 / max, ms",
+        title="Gaps between a chat's tokens around one long prompt (p50/p99/max, ms)",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     out.add_column("arm", no_wrap=True)
     for name in WINDOWS:
@@ -64,7 +66,7 @@ def table(results: Sequence[ArmResult]) -> Table:
     out.add_column("chat tok/s", justify="right", no_wrap=True)
     for result in results:
         gaps = result.gaps()
-        cells = [" / ".join(map(_cell, (g.p50, g.p99, g.max))) for g in map(gaps.get, WINDOWS) if g]
+        cells = ["/".join(map(_cell, (g.p50, g.p99, g.max))) for g in map(gaps.get, WINDOWS) if g]
         rate = f"{result.output_tok_s:.1f}"
         out.add_row(result.arm.name, *cells, _cell(result.long_ttft_ms), rate)
     return out
