@@ -26,6 +26,7 @@ from protocol.config import TandemConfig
 from protocol.types import ModelInfo, Role, WorkerInfo
 from protocol.wire.channel import WireServer
 from protocol.wire.clients import SessionClient
+from protocol.wire.loop_thread import LoopThread
 from protocol.wire.telemetry import Telemetry
 from router import admin_proxy, grpc_front
 from router.admin_proxy import AdminProxy
@@ -33,7 +34,6 @@ from router.dispatcher import Dispatcher
 from router.failures import Failures
 from router.grpc_front import InferenceFront
 from router.http_server import HttpServer, join_address, listening_socket, split_address
-from protocol.wire.loop_thread import LoopThread
 from router.openai_http import KEEPALIVE_S, OpenAIHttp
 from router.params import Intake, ModelLimits
 from router.service import Codec, Core, InferenceService

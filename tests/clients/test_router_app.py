@@ -22,9 +22,9 @@ from protocol.wire.channel import WireServer
 from protocol.wire.clients import AdminClient
 from protocol.wire.convert_front import encode_status
 from protocol.wire.inference_client import GenerateCall, InferenceClient
+from protocol.wire.loop_thread import LoopThread
 from router.app import RouterApp
 from router.http_server import join_address, split_address
-from protocol.wire.loop_thread import LoopThread
 
 CODEC = ByteCodec()
 
