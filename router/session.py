@@ -108,8 +108,9 @@ class WorkerSession:
             )
 
     def leave(self, cause: str) -> None:
-        """The worker is no longer in the set; the listener hears it now."""
-        self._lost(Unavailable(f"{self.info.worker_id} left the cluster"), cause)
+        """The worker is no longer in the set; the listener hears it now, and nothing after it."""
+        self._verdict = Unavailable(f"{self.info.worker_id} left the cluster")
+        self._lost(self._verdict, cause)
 
     async def close(self) -> None:
         """End the stream and the attempts to connect."""
@@ -133,7 +134,9 @@ class WorkerSession:
                 error = failure
             except Exception as failure:
                 log.exception("session with %s failed with a bug", self.info.worker_id)
-                error = InternalError(f"session with {self.info.worker_id}: {failure!r}")
+                error = InternalError(
+                    f"the session with {self.info.worker_id} failed: {type(failure).__name__}"
+                )
             finally:
                 self._link = None
                 await link.close()

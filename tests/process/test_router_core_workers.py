@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -57,6 +58,18 @@ def test_a_new_incarnation_voids_the_old_one_at_once() -> None:
                 await task
             await bench.until(lambda: bench.core.can_serve()[0])
             assert bench.decode.info is new
+
+    run(scenario)
+
+
+def test_a_worker_that_left_does_not_come_back_by_its_last_heartbeat() -> None:
+    async def scenario() -> None:
+        async with Bench() as bench:
+            left = bench.decode
+            left.beat()  # lies unread when the worker is taken out of the set
+            bench.core.set_workers((bench.infos[1],))
+            await asyncio.wait_for(left.closed.wait(), 5)
+            assert bench.core.can_serve() == (False, "no decode worker is ready")
 
     run(scenario)
 
