@@ -15,9 +15,9 @@ from protocol.types import Mode
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused."""
+    """Base of every section: frozen, unknown keys and infinite numbers refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Profile(StrEnum):
@@ -88,7 +88,9 @@ class SloConfig(Section):
     """Latency targets."""
 
     ttft_ms: float = Field(2000, gt=0, description="Time to first token; orders prompts by slack.")
-    itl_ms: float = Field(300, gt=0, description="Gap between two tokens of one answer.")
+    itl_ms: float = Field(
+        300, gt=0, description="Gap between two tokens of one answer; later ones are counted."
+    )
 
 
 class KvConfig(Section):
@@ -113,8 +115,12 @@ class TimingConfig(Section):
     lease_s: float = Field(10, gt=0)
     link_op_s: float = Field(4, gt=0)
     link_abort_s: float = Field(5, gt=0)
-    closed_or_killed_s: float = Field(2, gt=0)
-    cancel_ms: float = Field(100, gt=0)
+    closed_or_killed_s: float = Field(
+        2, gt=0, description="Promise, no knob: after a death or a closed stream both legs end."
+    )
+    cancel_ms: float = Field(
+        100, gt=0, description="Promise, no knob: a hang-up ends both legs so long after the step."
+    )
     drain_s: float = Field(120, gt=0)
     request_timeout_s: float = Field(600, gt=0)
     stuck_step_s: float = Field(

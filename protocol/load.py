@@ -118,7 +118,7 @@ def dump_config(config: TandemConfig) -> str:
 def _scalar(text: str, origin: str) -> Any:
     try:
         return yaml.safe_load(text) if text.strip() else text
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that the calendar does not have
         raise ConfigError(f"{origin}: {text!r} is not a YAML value") from None
 
 

@@ -77,6 +77,7 @@ def test_budget_smaller_than_seqs_plus_prefill_says_the_numbers(write):
         ("", "model: required, but not set"),
         ("model: {path: x}\ntiming: {lease_s: -1}\n", "cluster.yaml:2:10: timing.lease_s: "),
         ("model: {path: x}\ntiming: {lease_s: .nan}\n", "timing.lease_s"),
+        ("model: {path: x}\ntiming: {lease_s: .inf}\n", "timing.lease_s"),
         (
             "model: {path: x}\npools: {decode: {max_num_batched_tokens: lots}}\n",
             "cluster.yaml:2:18: pools.decode.max_num_batched_tokens: ",
@@ -97,6 +98,7 @@ def test_bad_set_and_missing_file(write, tmp_path):
     assert "expected section.key=value" in fault(write(GOOD), overrides=["oops"])
     assert "no such file" in fault(tmp_path / "nowhere.yaml")
     assert fault(write(GOOD), overrides=["mode=[1"]).startswith("--set mode=[1")
+    assert fault(write(GOOD), overrides=["name=2026-02-30"]).startswith("--set name=2026-02-30")
 
 
 def test_dump_round_trips(write, tmp_path):
