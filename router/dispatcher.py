@@ -47,6 +47,7 @@ from protocol.types import (
 from protocol.wire.telemetry import Telemetry
 from router import leg_events as on
 from router.admission import Waiting, WaitQueue
+from router.failures import Failures
 from router.flight import Flight
 from router.in_flight import InFlight
 from router.ledger import Ledger
@@ -56,7 +57,6 @@ from router.session import MEANT, SessionFactory, WorkerSessions
 from router.status import RouterStatus, WorkerStatus
 from router.text import IncrementalText
 
-SETTLE_S = 0.005
 LONGEST_RETRY_AFTER_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -80,12 +80,19 @@ class Dispatcher:
         self._model = model
         self._router_id = router_id
         self._clock = clock
-        self._meter = Meter(telemetry or Telemetry())
+        telemetry = telemetry or Telemetry()
+        self._meter = Meter(telemetry, config.slo)
         self._ledger = Ledger()
         self._queue = WaitQueue(config.router.limits.max_queued)
         self._sessions = WorkerSessions(session_factory, config.timing, clock, self)
         self._in_flight = InFlight(
-            config, self._ledger, self._sessions, self._meter, clock, self._room_made
+            config,
+            self._ledger,
+            self._sessions,
+            self._meter,
+            Failures(telemetry),
+            clock,
+            self._room_made,
         )
         self._live: dict[str, Flight] = {}  # by the client's id, until its end is read
         # Ticket ids must be new to the workers, though clients repeat theirs and routers restart.

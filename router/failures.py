@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Failures:
-    """One per router, shared by its front ends."""
+    """What the front ends and the core of a router make of an exception."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry

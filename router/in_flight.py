@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from protocol.config import TandemConfig
-from protocol.errors import InternalError, TandemError, Unavailable
+from protocol.errors import TandemError, Unavailable
 from protocol.messages import (
     Cancel,
     Done,
@@ -30,6 +30,7 @@ from protocol.messages import (
 from protocol.types import Complete, Delta, Peer, Ticket, TicketId, Usage, WorkerInfo
 from router import leg_events as on
 from router import legs as leg_rules
+from router.failures import Failures
 from router.flight import Flight
 from router.ledger import Ledger
 from router.leg_events import Side
@@ -52,6 +53,7 @@ class InFlight:
         ledger: Ledger,
         sessions: WorkerSessions,
         meter: Meter,
+        failures: Failures,
         clock: Callable[[], float],
         room_made: Callable[[], None],
     ) -> None:
@@ -60,6 +62,7 @@ class InFlight:
         self._ledger = ledger
         self._sessions = sessions
         self._meter = meter
+        self._failures = failures
         self._clock = clock
         self._room_made = room_made
         self._flights: dict[TicketId, Flight] = {}  # legs not both over
@@ -143,9 +146,12 @@ class InFlight:
         except Exception as error:
             if isinstance(event, on.Broken):
                 raise
-            log.exception("request %s hit a bug of the router", flight.request.request_id)
-            cause = error if isinstance(error, TandemError) else InternalError(repr(error))
+            cause = self._failures.known(error)
+            log.exception(
+                "request %s hit a bug of the router: %s", flight.request.request_id, cause.message
+            )
             self.feed(flight, on.Broken(cause.info()))
+            self.end(flight, cause)  # also where the legs had taken it for ended
 
     def _carry_out(self, flight: Flight, effects: list[on.Effect]) -> None:
         for effect in effects:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from protocol.config import SloConfig
 from protocol.errors import TandemError
 from protocol.types import Complete, StageTiming
 from protocol.wire.telemetry import Telemetry
@@ -18,8 +19,9 @@ from router.flight import Flight
 class Meter:
     """The figures of one router. Instants are those of the router's clock."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, slo: SloConfig) -> None:
         self._telemetry = telemetry
+        self._slo = slo
         self.counters: Counter[str] = Counter()
 
     def accepted(self, flight: Flight) -> None:
@@ -44,9 +46,15 @@ class Meter:
         """Tokens are about to be noted in the flight."""
         self._telemetry.count("tokens_delivered", amount=n_tokens)
         if flight.first_token_at is None:
-            self._telemetry.observe("ttft_seconds", now - flight.arrival)
+            waited_s = now - flight.arrival
+            self._telemetry.observe("ttft_seconds", waited_s)
+            late, target = waited_s * 1000 > self._slo.ttft_ms, "ttft"
         else:
-            self._telemetry.observe("itl_seconds", now - flight.last_token_at)
+            gap_s = now - flight.last_token_at
+            self._telemetry.observe("itl_seconds", gap_s)
+            late, target = gap_s * 1000 > self._slo.itl_ms, "itl"
+        if late:
+            self._telemetry.count("slo_missed", target)
 
     def stages(self, timings: Iterable[StageTiming]) -> None:
         """The stages of a request that was answered."""

@@ -1,9 +1,10 @@
 """Every metric of Tandem in one table, and the registry that holds their values.
 
 Owns the names: code that counts says a name of ``METRICS``, any other raises, so nothing is ever
-counted where no dashboard looks. One registry per process object, no module state, so several
-workers can live in one test process. It must never hold text that a client sent; a label's
-values are few (past ``LABEL_VALUES`` of one metric the rest is counted as ``other``).
+counted where no dashboard looks; a name that nothing counts has no place here. One registry per
+process object, no module state, so several workers can live in one test process. It must never
+hold text that a client sent; a label's values are few (past ``LABEL_VALUES`` of one metric the
+rest is counted as ``other``).
 
 Exported names are ``tandem_`` + name, counters with ``_total``.
 """
@@ -17,7 +18,6 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from protocol.errors import InternalError
-from protocol.types import WorkerLoad
 
 LABEL_VALUES = 48
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,27 +66,12 @@ _TABLE = (
     Metric("queue_seconds", _H, "Submit to dispatch."),
     Metric("stage_seconds", _H, "Time of one stage of a request.", "stage"),
     Metric("workers_lost", _C, "Workers that the router gave up, by why.", "cause"),
+    Metric("slo_missed", _C, "First tokens and gaps later than their target.", "target"),
     # worker
-    Metric("running", _G, "Sequences that take part in steps."),
-    Metric("waiting", _G, "Tickets that wait for pages or for their turn."),
-    Metric("transferring", _G, "Tickets whose pages are on their way."),
-    Metric("free_pages", _G, "KV pages that nobody holds."),
-    Metric("total_pages", _G, "KV pages in all."),
-    Metric("queued_tokens", _G, "Prompt tokens not yet computed."),
-    Metric("steps", _C, "Forward passes."),
-    Metric("step_seconds", _H, "Time of one forward pass."),
-    Metric("step_tokens", _C, "Tokens computed, by kind.", "kind"),
-    Metric("step_failures", _C, "Forward passes that raised.", "cause"),
-    Metric("slow_steps", _C, "Steps longer than the ITL target, by what made them long.", "cause"),
     Metric("transfers", _C, "Hand-offs that ended, by how.", "outcome"),
-    Metric("transfer_bytes", _C, "KV bytes over the links.", "direction"),
-    Metric("transfer_seconds", _H, "Offer to sealed."),
-    Metric("segment_seconds", _H, "Time of one send or receive on a link.", "direction"),
-    Metric("links_broken", _C, "Data links that failed.", "direction"),
     Metric("leases_ended", _C, "Rights to pages that ended on a clock.", "kind"),
-    Metric("aborts", _C, "Tickets ended before their time, by why.", "cause"),
-    Metric("events_ignored", _C, "Late, duplicate or unknown events.", "kind"),
     # every process
+    Metric("events_ignored", _C, "Late, duplicate or unknown events.", "kind"),
     Metric("frames_refused", _C, "Frames and calls without meaning or without proof.", "cause"),
     Metric("messages_dropped", _C, "Messages to somebody who is gone.", "kind"),
     Metric("streams_lost", _C, "Session and Transfer streams that ended.", "kind"),
@@ -118,18 +103,6 @@ class Telemetry:
     def observe(self, metric: str, value: float, label: str = "") -> None:
         """Add one observation to a histogram."""
         self._child(metric, Kind.HISTOGRAM, label).observe(value)
-
-    def set_load(self, load: WorkerLoad) -> None:
-        """Set every gauge of a worker from its load report."""
-        for name in (
-            "running",
-            "waiting",
-            "transferring",
-            "free_pages",
-            "total_pages",
-            "queued_tokens",
-        ):
-            self.set(name, getattr(load, name))
 
     def value(self, metric: str, label: str = "") -> float:
         """A counter's or gauge's value, a histogram's number of observations."""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from router_bench import DECODE, PREFILL, Bench, Shout, request, run
 
-from protocol.config import TimingConfig
+from protocol.config import SloConfig, TimingConfig
 from protocol.errors import (
     DataLoss,
     ErrorInfo,
@@ -31,7 +31,7 @@ from protocol.types import (
 
 def test_a_request_runs_over_both_legs_and_reports_all_stages() -> None:
     async def scenario() -> None:
-        async with Bench() as bench:
+        async with Bench(slo=SloConfig(ttft_ms=1e6, itl_ms=1e-6)) as bench:
             task = bench.ask(request())
             ticket = await bench.both_opened()
             assert ticket.sender is not None and ticket.sender.worker_id == PREFILL
@@ -53,6 +53,8 @@ def test_a_request_runs_over_both_legs_and_reports_all_stages() -> None:
             assert bench.telemetry.value("requests", "length") == 1
             assert bench.telemetry.value("ttft_seconds") == 1
             assert bench.telemetry.value("itl_seconds") == 1
+            assert bench.telemetry.value("slo_missed", "ttft") == 0
+            assert bench.telemetry.value("slo_missed", "itl") == 1
             await bench.gone()
             assert bench.core.status().running == 0
 
@@ -212,8 +214,9 @@ def test_a_bug_in_the_text_layer_fails_that_request_only() -> None:
             tickets = [await bench.decode.opened(), await bench.decode.opened()]
             for ticket in tickets:
                 bench.decode.tokens(ticket, 0, *b"ab")
-            with pytest.raises(InternalError, match="no such token"):
+            with pytest.raises(InternalError, match="incident") as told:
                 await bad
+            assert "no such token" not in told.value.message  # a stranger's words stay in the log
             assert (await bench.decode.hear(Cancel)).ticket_id == tickets[0].id
             bench.decode.tokens(tickets[1], 2, 99, end=FinishReason.STOP)
             assert len(await good) == 3
