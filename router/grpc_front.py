@@ -69,7 +69,7 @@ class InferenceFront(InferenceServicer):
         try:
             self._service.intake.check_model(request.model)
             if request.token_ids:
-                self._service.intake.check_tokens(request.token_ids, "token_ids")
+                self._service.intake.check_sequence(request.token_ids, "token_ids")
             text = self._service.codec.decode(
                 request.token_ids, skip_special_tokens=request.skip_special_tokens
             )

@@ -35,7 +35,8 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidArgument(f"the body must be a JSON object, not {kind(body)}")
     if constants:
-        field = next((name for name, value in body.items() if _is_not_finite(value)), None)
+        # A name that UTF-8 cannot write (half a surrogate pair) could not be sent back either.
+        field = next((k for k, v in body.items() if _is_not_finite(v) and k.isascii()), None)
         place = f"{field} is {constants[0]}" if field else f"it holds {constants[0]}"
         raise InvalidArgument(f"the body is not valid JSON: {place}", field=field)
     return body

@@ -128,6 +128,16 @@ class Intake:
                 field=field,
             )
 
+    def check_sequence(self, tokens: Sequence[int], field: str) -> None:
+        """Refuse as ``check_tokens`` does, and what no context holds: decoding blocks streams."""
+        n_tokens, context = len(tokens), self.limits.max_model_len
+        if n_tokens > context:
+            raise ContextLengthExceeded(
+                f"{field} holds {n_tokens} tokens; this model's context holds {context}",
+                field=field,
+            )
+        self.check_tokens(tokens, field)
+
     def check_values(self, asked: Asked) -> None:
         """Check everything that does not depend on the prompt: before any tokenizing."""
         _check_count(asked)
@@ -210,6 +220,9 @@ def _check_count(asked: Asked) -> None:
         )
     if count is not None and count < 0:
         raise InvalidArgument(f"{field} is {count}; it must be at least 1", field=field)
+    if count is not None and count >= _INT32:
+        # Refused here, because Python prints no number of thousands of digits.
+        raise InvalidArgument(f"{field} must fit 32 signed bits", field=field)
 
 
 def _check_range(

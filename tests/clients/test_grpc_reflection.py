@@ -212,6 +212,7 @@ def test_other_calls_refuse_bad_input_too(served, client):
         ("Tokenize", {"text": "hi", "model": "x"}),
         ("Tokenize", {"chat": CHAT_ROBOT}),
         ("Detokenize", {"token_ids": [256]}),
+        ("Detokenize", {"token_ids": [65] * 5000}),
         ("Detokenize", {"token_ids": [1], "model": "x"}),
     ):
         with pytest.raises(grpc.RpcError) as caught:

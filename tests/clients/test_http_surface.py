@@ -31,6 +31,8 @@ BAD = [
     (TEXT, '{"prompt": "hi", "temperature": NaN}', 400, "temperature", ["NaN"]),
     (TEXT, '{"prompt": "hi", "temperature": Infinity}', 400, "temperature", ["Infinity"]),
     (TEXT, '{"prompt": "hi", "temperature": 1e999}', 400, "temperature", ["inf"]),
+    (TEXT, '{"prompt": "hi", "\\ud800": NaN}', 400, None, ["NaN"]),
+    (TEXT, {"prompt": "hi", "max_tokens": 10**4300 - 1}, 400, "max_tokens", ["32"]),
     (TEXT, {"prompt": "hi", "temperature": "hot"}, 400, "temperature", ["number"]),
     (TEXT, {"prompt": "hi", "temperature": True}, 400, "temperature", ["boolean"]),
     (TEXT, {"prompt": "hi", "top_p": 0}, 400, "top_p", ["0"]),

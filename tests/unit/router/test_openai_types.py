@@ -214,6 +214,13 @@ def test_nan_names_its_field():
     assert caught.value.field == "temperature"
 
 
+def test_a_field_that_could_not_be_sent_back_is_not_named():
+    with pytest.raises(InvalidArgument) as caught:
+        parse_json(b'{"\\ud800": NaN}')
+    caught.value.message.encode()
+    assert caught.value.field is None
+
+
 def test_json_that_is_fine():
     body = {"a": [1, 2.5, None, "é\U0001f600"]}
     assert parse_json(json.dumps(body).encode()) == body

@@ -81,6 +81,7 @@ def test_what_is_given_is_kept():
     [
         (Asked(max_tokens=0), "max_tokens"),
         (Asked(max_tokens=-1), "max_tokens"),
+        (Asked(max_tokens=10**4300 - 1), "max_tokens"),
         (Asked(max_tokens=-1, max_tokens_field="max_completion_tokens"), "max_completion_tokens"),
         (Asked(temperature=math.nan), "temperature"),
         (Asked(temperature=math.inf), "temperature"),
