@@ -17,7 +17,7 @@ from kv_transfer.receiver import ReceiveTransfer
 from protocol.errors import DeadlineExceeded, ErrorInfo, NeverFits, Overloaded, WrongState
 from protocol.messages import TokenItem
 from protocol.role import RoleOptions
-from protocol.types import FinishReason, Outcome, Peer, StageTiming, Ticket
+from protocol.types import FinishReason, Outcome, Peer, StageTiming, Ticket, stage_timings
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +63,7 @@ class Leg:
         if self.transfer is None:
             marks.insert(1, ("queue", self.reserved_at, self.began_at))
             marks.insert(2, ("prefill", self.began_at, self.running_at))
-        return tuple(
-            StageTiming(stage, worker_id, end - begin)
-            for stage, begin, end in marks
-            if begin is not None and end is not None
-        )
+        return stage_timings(worker_id, marks)
 
 
 def refusal(

@@ -15,7 +15,7 @@ from kv_transfer.sender import SendTransfer
 from prefill_worker.scheduler import Prompt
 from protocol.errors import DeadlineExceeded, ErrorInfo, NeverFits, Overloaded, WrongState
 from protocol.role import RoleOptions
-from protocol.types import Outcome, Peer, StageTiming, Ticket
+from protocol.types import Outcome, Peer, StageTiming, Ticket, stage_timings
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +47,7 @@ class Leg:
             ("prefill", self.began_at, self.computed_at),
             ("transfer", self.computed_at, self.moved_at),
         ]
-        return tuple(
-            StageTiming(stage, worker_id, end - begin)
-            for stage, begin, end in marks
-            if begin is not None and end is not None
-        )
+        return stage_timings(worker_id, marks)
 
 
 def refusal(

@@ -15,7 +15,7 @@ Life of a prompt:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kv_transfer.pages import Pages, Reservation
 from protocol.role import RoleOptions
@@ -33,7 +33,6 @@ class Prompt:
     computed: int = 0
     granted: bool = False
     reservation: Reservation | None = None
-    drops: int = field(default=0)  # how often it lost its pages to a granted one
 
     @property
     def remaining(self) -> int:
@@ -57,11 +56,6 @@ class PrefillScheduler:
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed."""
         return sum(p.remaining for p in self._prompts.values())
-
-    @property
-    def unstarted(self) -> int:
-        """Prompts that hold no pages."""
-        return sum(p.reservation is None for p in self._prompts.values())
 
     def add(self, ticket: Ticket) -> Prompt:
         """Let a prompt wait for its turn."""
@@ -183,7 +177,6 @@ class PrefillScheduler:
             self._pages.release(prompt.reservation)
         prompt.reservation = None
         prompt.computed = 0
-        prompt.drops += 1
         if prompt.ticket.id not in self._queue:
             self._queue.add(prompt.ticket, prompt.arrival)
 

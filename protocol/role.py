@@ -28,7 +28,6 @@ from protocol.types import Ticket, WorkerLoad
 class RoleOptions:
     """Everything that a role must be told about its worker. Sizes in bytes, times in seconds."""
 
-    page_size: int  # tokens
     page_bytes: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -55,10 +54,6 @@ class RoleOptions:
                 f"max_num_seqs {self.max_num_seqs} + min_prefill_tokens {self.min_prefill_tokens} "
                 f"= {need}"
             )
-
-    def pages_for(self, n_tokens: int) -> int:
-        """Pages that hold ``n_tokens`` positions."""
-        return -(-n_tokens // self.page_size)
 
     def refusal(self, ticket: Ticket) -> ErrorInfo | None:
         """Why no worker of this model could serve the ticket, or None."""

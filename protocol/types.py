@@ -10,6 +10,7 @@ monotonic and have meaning only inside one process; across processes *remaining*
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -229,6 +230,17 @@ class StageTiming:
     stage: str  # queue, prefill, transfer, reserve, decode
     worker_id: str
     seconds: float
+
+
+def stage_timings(
+    worker_id: str, marks: Iterable[tuple[str, float | None, float | None]]
+) -> tuple[StageTiming, ...]:
+    """The stages of which both the begin and the end (instants of one clock) are known."""
+    return tuple(
+        StageTiming(stage, worker_id, end - begin)
+        for stage, begin, end in marks
+        if begin is not None and end is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)

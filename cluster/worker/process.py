@@ -257,7 +257,6 @@ class WorkerProcess:
     def _role_options(self) -> RoleOptions:
         options, model = self.options, self._engine.model
         return RoleOptions(
-            page_size=model.geometry.page_size,
             page_bytes=model.geometry.page_bytes,
             max_num_batched_tokens=self._engine.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,

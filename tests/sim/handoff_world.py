@@ -116,7 +116,6 @@ class World:
     ) -> None:
         page_size = sizes.get("page_size", 4)
         options = RoleOptions(
-            page_size=page_size,
             page_bytes=100,
             max_num_batched_tokens=sizes.get("budget", 24),
             max_num_seqs=sizes.get("max_num_seqs", 6),

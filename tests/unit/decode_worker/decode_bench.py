@@ -39,7 +39,6 @@ BROKEN = ErrorInfo("UNAVAILABLE", "it broke")
 
 def make(total: int = 12, **changes: int) -> DecodeRole:
     values: dict[str, object] = {
-        "page_size": 4,
         "page_bytes": 100,
         "max_num_batched_tokens": 12,
         "max_num_seqs": 4,

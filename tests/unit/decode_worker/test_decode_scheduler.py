@@ -20,7 +20,6 @@ ME = Peer("decode-0", "i", "e")
 
 def options(budget: int, seqs: int, floor: int = 4, chunked: bool = True) -> RoleOptions:
     return RoleOptions(
-        page_size=4,
         page_bytes=100,
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,

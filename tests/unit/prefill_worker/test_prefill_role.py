@@ -49,7 +49,6 @@ BROKEN = ErrorInfo("UNAVAILABLE", "it broke")
 
 def make(total: int = 8, **changes: int) -> PrefillRole:
     values: dict[str, int] = {
-        "page_size": 4,
         "page_bytes": 100,
         "max_num_batched_tokens": 12,
         "max_num_seqs": 4,

@@ -11,7 +11,6 @@ from protocol.role import RoleOptions
 from protocol.types import Peer, SamplingParams, Ticket, TicketId
 
 OPTIONS = RoleOptions(
-    page_size=16,
     page_bytes=100,
     max_num_batched_tokens=128,
     max_num_seqs=32,
@@ -26,11 +25,6 @@ def test_a_budget_that_cannot_hold_decodes_and_prompts_is_refused_with_the_numbe
     with pytest.raises(ConfigError, match=r"95 is smaller than max_num_seqs 32 .* 64 = 96"):
         replace(OPTIONS, max_num_batched_tokens=95)
     replace(OPTIONS, max_num_batched_tokens=96)
-
-
-@pytest.mark.parametrize(("n_tokens", "pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
-def test_pages_for(n_tokens: int, pages: int) -> None:
-    assert OPTIONS.pages_for(n_tokens) == pages
 
 
 @pytest.mark.parametrize(
