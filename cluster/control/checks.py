@@ -36,6 +36,12 @@ def with_real_paths(config: TandemConfig) -> TandemConfig:
 
 def check_start(config: TandemConfig) -> None:
     """Raise ``ConfigError`` with one sentence when this start cannot succeed."""
+    if config.kv.transport == "loopback" and config.mode is Mode.DISAGGREGATED:
+        raise ConfigError(
+            "kv.transport: loopback joins workers of one process, and here each has its own; "
+            "choose p2p or auto",
+            field="kv.transport",
+        )
     if not on_this_machine(config):
         return
     _check_model(config.model.path)

@@ -43,6 +43,11 @@ def test_two_fronts_on_one_port(tmp_path: Path, model: Path) -> None:
     assert "is router.http already" in refused(tmp_path, str(config))
 
 
+def test_a_transport_that_joins_no_processes(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, "looped", kv={"transport": "loopback"})
+    assert "kv.transport" in refused(tmp_path, str(config))
+
+
 def test_down_with_nothing_running_says_so(tmp_path: Path) -> None:
     done = tandem(tmp_path, "down", "--name", "ghost")
     assert done.returncode == 0
