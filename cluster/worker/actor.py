@@ -1,9 +1,9 @@
 """A worker as a Ray actor: the shell around ``WorkerProcess`` and nothing more.
 
 This file owns what must happen in the actor's process before the compute library is loaded (its
-thread counts are read once, at import) and the translation of failures into values: an exception
-that crosses Ray loses its class and gains a traceback. It must never decide anything, and Ray is
-never on the path of a token.
+thread counts and NCCL's variables are read once, at import) and the translation of failures into
+values: an exception that crosses Ray loses its class and gains a traceback. It must never decide
+anything, and Ray is never on the path of a token.
 
 Life: constructed by Ray (cheap) -> ``start`` (loads the model; blocks) -> ``warm``, ``report`` at
 any time -> ``stop``. ``until_end`` is a call that stays open for the actor's whole life: it fails
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.worker.options import WorkerOptions
+from kv_transfer.transports.nccl_env import prepare_nccl_environment
 from protocol.errors import ErrorInfo, TandemError
 from protocol.types import Peer, WorkerInfo
 
@@ -44,6 +45,9 @@ class WorkerActor:
         for name in _THREAD_VARIABLES:
             os.environ[name] = str(options.threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        if options.use_gpu:
+            # Without a device's name: NCCL finds the one that leads to the other worker.
+            prepare_nccl_environment(os.environ, "")
         self._options = options
         self._process: WorkerProcess | None = None
         self._ended = threading.Event()

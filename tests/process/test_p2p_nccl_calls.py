@@ -163,3 +163,17 @@ def test_the_environment_is_set_before_torch_and_never_over_the_operators() -> N
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.split() == ["1", "=eth1", "0"], run.stderr
+
+
+def test_an_actor_with_a_gpu_prepares_it_before_torch_is_there() -> None:
+    code = (
+        "import os, sys\n"
+        "from cluster.worker.actor import WorkerActor\n"
+        "from cluster.worker.options import WorkerOptions\n"
+        "from protocol.types import Role\n"
+        "WorkerActor(WorkerOptions('decode-0', Role.DECODE, 'm', use_gpu=True))\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == ["0"], run.stderr
