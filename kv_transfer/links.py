@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from kv_transfer.page_link import LinkEvent, LinkStats, OnEvent, PageLink
+from kv_transfer.page_link import LinkEvent, OnEvent, PageLink
 from kv_transfer.pool import KvPool
 from kv_transfer.rendezvous import Rendezvous
 from kv_transfer.transport import Link, LinkError, LinkName, Transport
@@ -126,11 +126,6 @@ class Links:
         """Links whose thread still runs, for leak checks."""
         with self._lock:
             return sum(link.alive for link in (*self._links.values(), *self._ending))
-
-    def stats(self) -> dict[str, LinkStats]:
-        """What every live link has carried, by its printable name."""
-        with self._lock:
-            return {str(link.name): link.stats for link in self._links.values()}
 
     def _start(self, name: LinkName, outgoing: bool, make: Callable[[], Link]) -> PageLink:
         worker_id = name.receiver if outgoing else name.sender

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from kv_transfer.checksum import new_checksum
 from kv_transfer.pool import KvPool
@@ -42,16 +40,6 @@ _log = logging.getLogger(__name__)
 LinkEvent = SegmentSent | SegmentReceived | SegmentStale | LinkBroken
 OnEvent = Callable[[LinkEvent], None]
 Segment = SendSegment | ReceiveSegment
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStats:
-    """What a link has carried so far. ``busy_s``: time with an operation in flight."""
-
-    segments: int = 0
-    n_bytes: int = 0
-    busy_s: float = 0.0
-    connect_s: float = 0.0
 
 
 class PageLink:
@@ -88,16 +76,10 @@ class PageLink:
         self._queue: deque[SendPages | ReceivePages] = deque()
         self._cause: str | None = None  # set: no operation starts any more
         self._aborter: threading.Thread | None = None
-        self._stats = LinkStats()
         arrow = "to" if outgoing else "from"
         self._thread = threading.Thread(
             target=self._run, name=f"link {arrow} {self.worker_id}", daemon=True
         )
-
-    @property
-    def stats(self) -> LinkStats:
-        """What this link has carried."""
-        return self._stats
 
     @property
     def alive(self) -> bool:
@@ -156,9 +138,7 @@ class PageLink:
         in_flight: deque[tuple[Segment, Unit, bool]] = deque()
         error: TandemError = Unavailable(f"link {self.name}: closed")
         try:
-            started = time.monotonic()
             self._link.connect(self._connect_timeout_s)
-            self._stats = replace(self._stats, connect_s=time.monotonic() - started)
             self._pump(in_flight)
         except LinkAborted:
             error = Unavailable(f"link {self.name}: {self._cause or 'closed'}")
@@ -184,16 +164,12 @@ class PageLink:
                 if last:
                     segment = None
                 continue
-            started = time.monotonic()
             first, unit, last = in_flight[0]
             unit.pending.wait(self._op_timeout_s)
             first.complete(unit)
             in_flight.popleft()
-            self._stats = replace(
-                self._stats, busy_s=self._stats.busy_s + time.monotonic() - started
-            )
             if last:
-                self._report(first)
+                self._on_event(first.event())
 
     def _next(self, *, block: bool) -> Segment | None:
         """The next segment with anything to move. Raises ``LinkAborted`` once closed."""
@@ -214,14 +190,7 @@ class PageLink:
                 segment = ReceiveSegment(effect, self._shop, checksum)
             if segment.n_units:
                 return segment
-            self._report(segment)
-
-    def _report(self, segment: Segment) -> None:
-        stats = self._stats
-        self._stats = replace(
-            stats, segments=stats.segments + 1, n_bytes=stats.n_bytes + segment.n_bytes
-        )
-        self._on_event(segment.event())
+            self._on_event(segment.event())
 
     def _end(self, in_flight: deque[tuple[Segment, Unit, bool]], error: ErrorInfo) -> None:
         """Give up everything, then say so once."""

@@ -127,7 +127,6 @@ class SendSegment:
         self._pages = [ref.page for ref in effect.pages]
         self._stale = False
         self.n_units = shop.cut.units(len(self._pages))
-        self.n_bytes = len(self._pages) * shop.cut.page_bytes
 
     def post(self, index: int, operation: int, link: Link) -> Unit:
         """Start unit ``index``. Stale pages are not read: zeros keep the wire in order."""
@@ -184,7 +183,6 @@ class ReceiveSegment:
             self._pages = None
         self._n_pages = n_pages
         self.n_units = shop.cut.units(n_pages)
-        self.n_bytes = effect.n_bytes
 
     def post(self, index: int, operation: int, link: Link) -> Unit:
         """Start unit ``index``."""

@@ -177,11 +177,6 @@ class TextCodec:
         self._tokenizer = backend
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The underlying tokenizer."""
-        return self._tokenizer
-
-    @property
     def has_chat_template(self) -> bool:
         """Whether ``chat`` can work for this model."""
         return bool(self._template.chat_template)
@@ -193,13 +188,7 @@ class TextCodec:
         batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return tuple(batch[0].ids)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> tuple[int, ...]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation, by the model's chat template.
 
         ``messages`` are ``{"role": ..., "content": ...}``. Raises ``InvalidArgument`` naming
@@ -216,8 +205,7 @@ class TextCodec:
             text = self._template.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=True,
             )
         except Exception as error:
             raise InvalidArgument(
@@ -230,27 +218,12 @@ class TextCodec:
         """Text of a whole sequence of token ids."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def decoder(
-        self,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        prompt_ids: Sequence[int] = (),
-    ) -> IncrementalText:
-        """A fresh ``IncrementalText`` for one answer."""
+    def decoder_for(self, request: Request) -> IncrementalText:
+        """A fresh ``IncrementalText`` for the answer to this request."""
         return IncrementalText(
             self._tokenizer,
-            stop=stop,
-            include_stop=include_stop,
-            skip_special_tokens=skip_special_tokens,
-            prompt_ids=prompt_ids,
-        )
-
-    def decoder_for(self, request: Request) -> IncrementalText:
-        """The ``IncrementalText`` that this request asks for."""
-        return self.decoder(
-            request.stop,
-            request.include_stop_str_in_output,
-            request.skip_special_tokens,
-            request.prompt,
+            stop=request.stop,
+            include_stop=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            prompt_ids=request.prompt,
         )
