@@ -18,7 +18,6 @@ from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.p2p import P2pTransport
 from protocol.events import SegmentReceived, SegmentSent
 
-
 TRANSPORTS = {"loopback": LoopbackTransport, "p2p": P2pTransport}
 
 
