@@ -26,6 +26,10 @@ from protocol.errors import ConfigError
 
 ENV_PREFIX = "TANDEM__"
 
+# What PyYAML raises: its own errors; a date that the calendar does not have, or a text that is
+# marked as a date and is none; a nesting deeper than Python's stack.
+_NOT_YAML = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -118,14 +122,14 @@ def dump_config(config: TandemConfig) -> str:
 def _scalar(text: str, origin: str) -> Any:
     try:
         return yaml.safe_load(text) if text.strip() else text
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that the calendar does not have
-        raise ConfigError(f"{origin}: {text!r} is not a YAML value") from None
+    except _NOT_YAML:
+        raise ConfigError(f"{origin}: {text[:80]!r} is not a YAML value") from None
 
 
 def _read_yaml(text: str, name: str) -> _Layers:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as e:
+    except _NOT_YAML as e:
         mark = getattr(e, "problem_mark", None)
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         problem = getattr(e, "problem", None) or str(e).splitlines()[0]
@@ -181,8 +185,9 @@ def _plain(node: yaml.Node, place: str) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError) as e:
-        raise ConfigError(f"{place}: {getattr(e, 'problem', e)}") from None
+    except _NOT_YAML as e:
+        problem = "no value of its kind" if isinstance(e, AttributeError) else e
+        raise ConfigError(f"{place}: {getattr(e, 'problem', problem)}") from None
     finally:
         loader.dispose()
 

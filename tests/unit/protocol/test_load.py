@@ -83,6 +83,8 @@ def test_budget_smaller_than_seqs_plus_prefill_says_the_numbers(write):
             "cluster.yaml:2:18: pools.decode.max_num_batched_tokens: ",
         ),
         ("model: {path: x}\nmode: !!python/object:os.system x\n", "cluster.yaml:2:7: "),
+        ("model: {path: x}\nmode: !!timestamp x\n", "cluster.yaml:2:7: no value of its kind"),
+        ("model: " + 2000 * "[", "not valid YAML"),
     ],
 )
 def test_faults_name_place_and_field(write, text, expected):
@@ -99,6 +101,7 @@ def test_bad_set_and_missing_file(write, tmp_path):
     assert "no such file" in fault(tmp_path / "nowhere.yaml")
     assert fault(write(GOOD), overrides=["mode=[1"]).startswith("--set mode=[1")
     assert fault(write(GOOD), overrides=["name=2026-02-30"]).startswith("--set name=2026-02-30")
+    assert "not a YAML value" in fault(write(GOOD), overrides=["name=" + 2000 * "["])
 
 
 def test_dump_round_trips(write, tmp_path):
