@@ -213,7 +213,8 @@ class Dispatcher:
             del self._live[request.request_id]
             self._meter.rejected(error)
             raise
-        self._meter.accepted(flight)
+        if not flight.answer.has_ended:  # not refused at once
+            self._meter.accepted(flight)
         flight.start_timer("deadline", request.deadline_s, self._deadline_passed)
         self._show_gauges()
         return flight

@@ -123,6 +123,8 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
             with pytest.raises(NeverFits, match=r"1100 tokens.*70 pages.*64"):
                 await bench.ask(request(n_prompt=1100, max_tokens=20))
             assert bench.decode.told.empty() and bench.prefill.told.empty()
+            assert bench.telemetry.value("rejected", "never_fits") == 1
+            assert bench.telemetry.value("prompt_tokens") == 0
 
     run(scenario)
 
