@@ -205,7 +205,7 @@ def _prompt(value: Any, field: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
         check_text(value, field)
         return value
-    if isinstance(value, list) and all(is_integer(item) for item in value):
+    if isinstance(value, list) and {int}.issuperset(map(type, value)):  # fast, and no booleans
         return tuple(value)
     raise InvalidArgument(f"{field} must be a string or a list of token ids", field=field)
 

@@ -163,6 +163,8 @@ class Intake:
         numbers, for a prompt or an answer that the context cannot hold.
         """
         self.check_values(asked)
+        # Lengths first: looking at millions of ids would hold up every stream.
+        max_tokens = self._max_tokens(asked, len(prompt), field)
         self.check_tokens(prompt, field)
         seed = self._draw_seed() if asked.seed is None else asked.seed
         temperature = 1.0 if asked.temperature is None else asked.temperature
@@ -174,7 +176,7 @@ class Intake:
             request_id=asked.request_id or self.draw_id(),
             prompt=tuple(prompt),
             sampling=SamplingParams(
-                max_tokens=self._max_tokens(asked, len(prompt), field),
+                max_tokens=max_tokens,
                 temperature=0.0 if temperature < GREEDY_BELOW else float(temperature),
                 top_p=1.0 if asked.top_p is None else float(asked.top_p),
                 top_k=0 if top_k >= self.limits.vocab_size else top_k,

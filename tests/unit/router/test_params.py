@@ -205,3 +205,8 @@ def test_texts_roles_and_ids():
         with pytest.raises(InvalidArgument):
             chat_role(role, "messages[0].role")
     check_request_id("a-b.c:d/1")
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_looked_at():
+    with pytest.raises(ContextLengthExceeded):
+        intake().request(Asked(), [-1] * 10_000)
