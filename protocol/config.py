@@ -134,7 +134,12 @@ class LimitsConfig(Section):
 
     max_queued: int = Field(256, ge=0, description="Requests waiting for a place; then 503.")
     stream_buffer: int = Field(1024, ge=1, description="Tokens a slow reader may lag behind.")
-    max_request_bytes: int = Field(8 << 20, ge=1024)
+    max_request_bytes: int = Field(
+        1 << 20,
+        ge=1024,
+        description="Largest request body. Parsing holds the interpreter: 8 MiB cost 0.5 s, in "
+        "which no stream moves.",
+    )
 
 
 class RouterConfig(Section):

@@ -19,7 +19,9 @@ from functools import partial
 
 from cluster.bench import windows
 from cluster.bench.arms import Arm
+from cluster.bench.progress import StartLines
 from cluster.bench.prompts import chat_prompt, long_prompt
+from cluster.bench.quiet import busy_share
 from cluster.bench.results import ArmResult, Run, Stream, Workload
 from cluster.bench.streams import Recorder
 from cluster.bench.windows import Marks
@@ -41,6 +43,7 @@ def compare(
     Raises the ``TandemError`` of a stream that failed, with the arm and repeat in the message.
     """
     runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+    foreign: dict[str, list[float]] = {arm.name: [] for arm in arms}
     plan = [(repeat, arm) for repeat in range(repeats) for arm in arms]
     with ClusterHandle(keep_ray=True) as cluster:
         for number, (repeat, arm) in enumerate(plan, 1):
@@ -52,13 +55,18 @@ def compare(
                 progress(f"{label}: {line}")
 
             say(f"starting {arm.describe_workers()}")
-            endpoints = cluster.start(arm.config)
+            share = busy_share()
+            if share is not None:
+                foreign[arm.name].append(share)
+            endpoints = cluster.start(arm.config, StartLines(say).show)
             codec = TextCodec(arm.config.model.path)
             run = asyncio.run(_measure(endpoints.grpc, workload, codec, say))
             runs[arm.name].append(run)
             say(f"longest silence of a chat {run.gaps()['during'].max:.0f} ms")
             cluster.stop()
-    return [ArmResult(arm, tuple(runs[arm.name])) for arm in arms]
+    return [
+        ArmResult(arm, tuple(runs[arm.name]), max(foreign[arm.name], default=None)) for arm in arms
+    ]
 
 
 async def _measure(endpoint: str, workload: Workload, codec: TextCodec, progress: Progress) -> Run:

@@ -13,6 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from cluster.bench.quiet import DISTURBED
 from cluster.bench.results import ArmResult, Workload
 from cluster.bench.windows import WINDOWS
 
@@ -44,12 +45,13 @@ def _arm(result: ArmResult) -> dict[str, Any]:
             for name in WINDOWS
         },
         "gaps": {name: gaps[name].count for name in WINDOWS},
+        "foreign_load": _round(result.foreign_load, 3),
         "longest_gap_ms_per_repeat": [_round(run.gaps()["during"].max) for run in result.runs],
     }
 
 
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value, 1)
+def _round(value: float | None, digits: int = 1) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def table(results: Sequence[ArmResult]) -> Table:
@@ -77,43 +79,46 @@ def _cell(value: float | None) -> str:
 
 
 def conclusion(results: Sequence[ArmResult]) -> list[str]:
-    """What the figures say, in sentences; both the gain and its price."""
+    """What the figures say, in sentences: the gain, its price, and when to doubt both."""
     by_name = {r.arm.name: r for r in results}
     naive, split = by_name.get("naive"), by_name.get("disaggregated")
     if naive is None or split is None:
         return []
-    naive_gap, split_gap = naive.gaps()["during"].max, split.gaps()["during"].max
-    lines = []
-    if naive_gap and split_gap:
-        lines.append(
-            f"Longest silence of a chat while the long prompt was served: {naive_gap:.0f} ms "
-            f"naive, {split_gap:.0f} ms disaggregated ({naive_gap / split_gap:.1f} x)."
-        )
-    lines.append(
-        f"The long prompt's first token: {naive.long_ttft_ms:.0f} ms naive, "
-        f"{split.long_ttft_ms:.0f} ms disaggregated; chat tokens/s: {naive.output_tok_s:.1f} "
-        f"against {split.output_tok_s:.1f}."
-    )
-    chunked = [r for r in results if r.arm.name.startswith("chunked")]
-    slower = [
-        what
-        for what, split_value, best in (
-            (
-                "long prompt's first token",
-                -split.long_ttft_ms,
-                -min(r.long_ttft_ms for r in results),
-            ),
-            ("chat throughput", split.output_tok_s, max(r.output_tok_s for r in results)),
-        )
-        if split_value < best
+    lines = [
+        f"Longest silence of a chat: {_silence(naive):.0f} ms naive, {_silence(split):.0f} ms "
+        f"disaggregated ({_silence(naive) / _silence(split):.1f} x).",
+        f"First token of the long prompt: {naive.long_ttft_ms:.0f} ms naive, "
+        f"{split.long_ttft_ms:.0f} ms disaggregated.",
+        f"Chat tokens per second: {naive.output_tok_s:.1f} naive, {split.output_tok_s:.1f} "
+        "disaggregated.",
     ]
-    if slower:
-        lines.append(f"Disaggregation is not the best arm in: {', '.join(slower)}.")
+    chunked = [r for r in results if r.arm.name.startswith("chunked")]
     if chunked:
-        best_chunked = min(chunked, key=lambda r: r.gaps()["during"].max or 0.0)
-        gap = best_chunked.gaps()["during"].max
+        best = min(chunked, key=_silence)
         lines.append(
-            f"Chunked prefill alone, at its best budget here ({best_chunked.arm.budget}): "
-            f"longest silence {gap:.0f} ms."
+            f"Chunked prefill alone, best budget here ({best.arm.budget}): longest silence "
+            f"{_silence(best):.0f} ms."
+        )
+    worse = [
+        f"{what} ({better.arm.name})"
+        for what, better in (
+            ("longest silence", min(results, key=_silence)),
+            ("first token of the long prompt", min(results, key=lambda r: r.long_ttft_ms)),
+            ("chat tokens per second", max(results, key=lambda r: r.output_tok_s)),
+        )
+        if better is not split
+    ]
+    if worse:
+        lines.append(f"Where another arm is better than disaggregated: {', '.join(worse)}.")
+    foreign = max((r.foreign_load or 0.0 for r in results), default=0.0)
+    if foreign > DISTURBED:
+        lines.append(
+            f"Doubt these figures: other programs used {foreign:.0%} of this machine's cores "
+            "between the runs. Run it again on a quiet machine."
         )
     return lines
+
+
+def _silence(result: ArmResult) -> float:
+    """Longest gap of a chat while the long prompt was served, ms; median over repeats."""
+    return result.gaps()["during"].max or 0.0

@@ -67,10 +67,12 @@ class Run:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """All repeats of one arm."""
+    """All repeats of one arm. ``foreign_load`` is the largest share of the cores that other
+    programs used just before one of its runs; None where the machine does not tell."""
 
     arm: Arm
     runs: tuple[Run, ...]
+    foreign_load: float | None = None
 
     def gaps(self) -> dict[str, Gaps]:
         """Medians over repeats."""

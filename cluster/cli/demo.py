@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 DEMO_BUDGETS = (128,)
+STAGES = {
+    "queue": "waiting for its turn",
+    "prefill": "the prompt is read, its first token drawn",
+    "transfer": "the rest of the KV pages, after the prompt was read",
+    "reserve": "waiting for room",
+    "decode": "the rest of the answer",
+}
+ARMS = """\
+  naive          one worker; a prompt is read in one step, everybody waits for it
+  chunked-N      one worker; a step computes N tokens at most, answers first
+  disaggregated  a prefill and a decode worker; prompts are read elsewhere"""
 
 
 def demo(
@@ -49,7 +60,8 @@ def demo(
     arms = make_arms(default_config(model), usable_cores(), DEMO_BUDGETS)
     say("step 2 of 3: one question through a prefill worker and a decode worker")
     _ask(arms[-1].config, say)
-    say(f"step 3 of 3: a long prompt arrives while six chats stream, {len(arms)} ways to serve")
+    say(f"step 3 of 3: a long prompt arrives while six chats stream; {len(arms)} arms")
+    typer.echo(ARMS, err=True)
     workload = Workload()
     results = compare(arms, workload, 1, say)
     report, sentences = as_json(results, workload), conclusion(results)
@@ -58,6 +70,7 @@ def demo(
     Console().print(table(results))
     for sentence in sentences:
         typer.echo(sentence)
+    typer.echo("A p99 (-) needs 200 gaps in its window.")
     typer.echo(f"\nThe picture, every token of every stream: {html.resolve().as_uri()}")
     typer.echo(
         "What to try next:\n"
@@ -73,22 +86,16 @@ def _ask(config: TandemConfig, say: Callable[[str], None]) -> None:
     """Answer one question and print where each stage ran and how long it took."""
     import asyncio
 
+    from cluster.bench.progress import StartLines
     from cluster.control.bringup import ClusterHandle
-    from cluster.control.readiness import Progress
-
-    shown: set[tuple[str, str]] = set()
-
-    def show(progress: Progress) -> None:
-        for step in progress.steps:
-            if (step.name, step.state.value) not in shown:
-                shown.add((step.name, step.state.value))
-                say(f"  {step.name}: {step.state.value} {step.detail}".rstrip())
 
     with ClusterHandle() as cluster:
-        endpoints = cluster.start(config, show)
+        endpoints = cluster.start(config, StartLines(say, each=True).show)
         timings = asyncio.run(_answer(endpoints.grpc))
-        for timing in timings:
-            say(f"  {timing.stage:<10} {timing.seconds * 1000:8.1f} ms  on {timing.worker_id}")
+    for timing in timings:
+        place = f"{timing.seconds * 1000:7.1f} ms on {timing.worker_id}"
+        typer.echo(f"  {timing.stage:<9} {place:<24} {STAGES.get(timing.stage, '')}")
+    typer.echo("")
 
 
 async def _answer(endpoint: str) -> tuple[StageTiming, ...]:

@@ -8,6 +8,8 @@ import pytest
 
 from cluster.bench.arms import default_config, make_arms, parse_budgets
 from cluster.bench.picture import page
+from cluster.bench.progress import StartLines
+from cluster.bench.quiet import busy_share
 from cluster.bench.report import as_json, conclusion
 from cluster.bench.results import ArmResult, Run, Stream, Workload
 from cluster.bench.windows import (
@@ -20,6 +22,7 @@ from cluster.bench.windows import (
     sort_gaps,
     summarize,
 )
+from cluster.control.readiness import Progress, Step, StepState
 from protocol.errors import InvalidArgument
 from protocol.types import Mode
 
@@ -128,6 +131,35 @@ def test_conclusion_says_both_sides(results):
     text = " ".join(conclusion(results))
     assert "7100 ms naive, 300 ms disaggregated (23.7 x)" in text
     assert "best budget here (64)" in text
+    assert "Doubt" not in text
+
+
+def test_conclusion_names_every_arm_that_beats_ours_and_a_disturbed_machine(results):
+    slow = ArmResult(results[-1].arm, (a_run(1.5),), foreign_load=0.6)
+    text = " ".join(conclusion([*results[:-1], slow]))
+    assert "longest silence (chunked-64)" in text
+    assert "first token of the long prompt (chunked-64)" in text
+    assert "other programs used 60% of this machine's cores" in text
+
+
+def test_busy_share_is_read_from_the_processor_ticks(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 100 0 100 700 100 0 0 0 0 0\n")
+    quarter = "cpu 120 0 130 850 100 0 0 0 0 0\n"  # 50 of 200 ticks were busy
+    assert busy_share(stat, lambda _: stat.write_text(quarter)) == pytest.approx(0.25)
+    assert busy_share(tmp_path / "none", lambda _: None) is None
+
+
+def test_a_start_speaks_when_a_step_is_ready_and_while_it_waits():
+    said, now = [], [0.0]
+    lines = StartLines(said.append, each=True, clock=lambda: now[0])
+    loading = Step("decode-0", StepState.LOADING)
+    lines.show(Progress((loading, Step("links", StepState.WAITING))))
+    now[0] = 6.0
+    lines.show(Progress((loading,)))
+    lines.show(Progress((Step("decode-0", StepState.READY),)))
+    lines.show(Progress((Step("decode-0", StepState.READY),)))
+    assert said == ["waiting for decode-0 (loading)", "decode-0 is ready"]
 
 
 class Outline(HTMLParser):
