@@ -11,7 +11,7 @@ Shape suffixes: T packed tokens, H query heads, N key-value heads, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kernels.attention import AttentionBackend, LayerCall, Needs, Plan
+from kernels.attention import AttentionBackend, LayerCall, Plan
 from kernels.attn_cpu import CpuAttention
 from kernels.attn_reference import ReferenceAttention
 from protocol.errors import InternalError
@@ -103,30 +103,6 @@ class PagedStep:
         return out
 
 
-@dataclass(slots=True)
-class ProbeStep:
-    """Records what each layer asks for; computes nothing. For one pass at load."""
-
-    calls: list[LayerCall] = field(default_factory=list)
-    kv_shapes: set[tuple[int, int, int]] = field(default_factory=set)  # N, D of keys, D of values
-
-    def attend(
-        self, q_THD: torch.Tensor, k_TND: torch.Tensor, v_TND: torch.Tensor, call: LayerCall
-    ) -> torch.Tensor:
-        """Record and answer zeros."""
-        self.calls.append(call)
-        self.kv_shapes.add((k_TND.shape[1], k_TND.shape[2], v_TND.shape[2]))
-        return torch.zeros_like(q_THD)
-
-    def needs(self) -> Needs:
-        """The features that some layer used."""
-        return Needs(
-            window=any(c.window for c in self.calls),
-            softcap=any(c.softcap for c in self.calls),
-            sinks=any(c.sinks_H is not None for c in self.calls),
-        )
-
-
 def _attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -146,6 +122,8 @@ def _attention(
         raise InternalError("the model did not pass the step on to its attention")
     if attention_mask is not None:
         raise InternalError("the model built an attention mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise InternalError("its tokens also see the tokens after them")
     call = LayerCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),

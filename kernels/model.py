@@ -1,7 +1,7 @@
 """Loads a transformers model once, with our attention plugged in.
 
-This file owns the loaded weights and the proof that every layer of the model really goes through
-our attention with KV of one shape. It must never contain model code: that is transformers' own.
+This file owns the loaded weights; ``probe`` proves that they can be served in packed chunks. It
+must never contain model code: that is transformers' own.
 A ``LoadedModel`` lives as long as its worker process.
 """
 
@@ -15,8 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kernels.attention import Needs
-from kernels.attention_op import NAME, ProbeStep
+from kernels.attention_op import NAME
 from kernels.model_info import Described, describe, fingerprint
+from kernels.probe import probe, reason
 from protocol.errors import ConfigError
 from protocol.types import KvGeometry, ModelInfo
 
@@ -62,58 +63,40 @@ def load_model(
     torch.set_num_threads(threads)
     described = describe(path, dtype, max_model_len, device)
     digest = fingerprint(path)
+    module = _weights(path, described).to(device).eval().requires_grad_(False)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        needs = probe(forward, module, described, torch.device(device))
+    except ConfigError as e:
+        raise ConfigError(f"model.path {path}: {e.message}") from e
+    return LoadedModel(module, torch.device(device), needs, described, digest)
+
+
+def _weights(path: str | Path, described: Described) -> Any:
+    """The model with its weights. transformers would fill a missing tensor with noise."""
+    kind = described.config.model_type
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=described.config,
             dtype=getattr(torch, described.dtype),
             attn_implementation=NAME,
             local_files_only=True,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (ValueError, KeyError, OSError, RuntimeError) as e:
-        raise ConfigError(f"model.path {path}: cannot be loaded: {str(e).splitlines()[0]}") from e
-    module: Any = loaded
-    module = module.to(device).eval().requires_grad_(False)
-    needs = _probe(path, module, described, torch.device(device))
-    return LoadedModel(module, torch.device(device), needs, described, digest)
+    except Exception as e:  # foreign model code: whatever it raises means the same
+        why = "it takes no attention but its own" if NAME in str(e) else reason(e)
+        raise ConfigError(f"model.path {path}: {kind} cannot be loaded: {why}") from e
+    module, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model.path {path}: {len(missing)} weights of {kind} are not in its files, "
+            f"{missing[0]} for one"
+        )
+    return module
 
 
 def forward(module: Any, tokens_T: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """One packed forward pass: logits ``[S, vocab]`` of the tokens in ``logits_to_keep``."""
     logits: torch.Tensor = module(input_ids=tokens_T[None], use_cache=False, **kwargs).logits
     return logits[0]
-
-
-@torch.inference_mode()
-def _probe(path: str | Path, module: Any, described: Described, device: torch.device) -> Needs:
-    """One pass over two tokens that records which layers reach our attention, and how."""
-    probe = ProbeStep()
-    tokens_T = torch.zeros(2, dtype=torch.int64, device=device)
-    positions_T = torch.arange(2, device=device)
-    kind = described.config.model_type
-    try:
-        forward(
-            module,
-            tokens_T,
-            position_ids=positions_T[None],
-            logits_to_keep=tokens_T[:1],
-            tandem_step=probe,
-        )
-    except (TypeError, ValueError, RuntimeError, AttributeError) as e:
-        raise ConfigError(
-            f"model.path {path}: {kind} does not run with paged attention: {str(e).splitlines()[0]}"
-        ) from e
-    geometry = described.geometry(1)
-    if [c.layer for c in probe.calls] != list(range(geometry.layers)):
-        raise ConfigError(
-            f"model.path {path}: {kind} has {geometry.layers} layers but "
-            f"{len(probe.calls)} of them reach paged attention, which needs all"
-        )
-    if probe.kv_shapes != {(geometry.kv_heads, geometry.head_dim, geometry.head_dim)}:
-        shapes = ", ".join(str(s) for s in sorted(probe.kv_shapes))
-        raise ConfigError(
-            f"model.path {path}: {kind} has layers of unequal or odd KV shape ({shapes}), which "
-            f"paged attention does not support"
-        )
-    return probe.needs()

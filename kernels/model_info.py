@@ -18,7 +18,7 @@ from protocol.types import DTYPE_BYTES, KvGeometry, ModelInfo
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
-_MOVING_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position in a batch
+_NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +80,31 @@ def describe(
     config = _transformers_config(folder, raw)
     text = config.get_text_config()
     _refuse_unsupported(folder, raw, text)
+    length = _max_model_len(folder, text, max_model_len)
+    _refuse_moving_rope(folder, text, length)
     return Described(
         config=config,
         dtype=_dtype(folder, dtype, raw, device),
-        max_model_len=_max_model_len(folder, text, max_model_len),
+        max_model_len=length,
         eos_token_ids=_eos_token_ids(folder, raw),
     )
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files. Raises ``ConfigError`` when it is no model folder."""
+    if folder.is_file():
+        what = "a GGUF file" if folder.suffix == ".gguf" else "a file"
+        raise ConfigError(f"model.path {folder}: {what}, where a Hugging Face folder is needed")
     if not folder.is_dir():
         raise ConfigError(f"model.path {folder}: no such folder")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and (ggufs := sorted(folder.glob("*.gguf"))):
+        raise ConfigError(
+            f"model.path {folder}: holds {ggufs[0].name} but no .safetensors; GGUF weights must "
+            f"be converted to a Hugging Face folder first"
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path {folder}: no config.json, so not a Hugging Face folder")
-    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path {folder}: no .safetensors weights (pickles are not read)")
     index = folder / "model.safetensors.index.json"
@@ -159,10 +169,10 @@ def _transformers_config(folder: Path, raw: dict[str, Any]) -> Any:
     kind = raw.get("model_type", "(none)")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as e:
+    except Exception as e:  # foreign code: each config class checks itself in its own way
         raise ConfigError(
             f"model.path {folder}: transformers does not know model type {kind!r} or its config "
-            f"is damaged: {str(e).splitlines()[0]}"
+            f"is damaged: {' '.join(str(e).split())[:200]}"
         ) from e
 
 
@@ -170,15 +180,37 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], text: Any) -> None:
     kind = raw.get("model_type", "(none)")
     if raw.get("quantization_config"):
         raise ConfigError(f"model.path {folder}: quantised checkpoints are not supported")
-    if getattr(text, "is_encoder_decoder", False):
+    if raw.get("is_encoder_decoder") or getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"model.path {folder}: {kind} is an encoder-decoder, not supported")
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
-        if not isinstance(getattr(text, name, None), int):
+    if getattr(text, "kv_lora_rank", None):
+        raise ConfigError(
+            f"model.path {folder}: {kind} uses multi-head latent attention, not supported"
+        )
+    try:
+        shape = {n: getattr(text, n, None) for n in (*_NEEDED, "head_dim", "num_key_value_heads")}
+    except RuntimeError as e:  # transformers' way to say that the layers differ in one of them
+        raise ConfigError(
+            f"model.path {folder}: the layers of {kind} differ in shape, not supported"
+        ) from e
+    for name in _NEEDED:
+        if not isinstance(shape[name], int):
             raise ConfigError(f"model.path {folder}: the config of {kind} has no {name}")
-    rope = json.dumps(getattr(text, "rope_parameters", None) or {}, default=str)
-    for variant in _MOVING_ROPE:
-        if f'"{variant}"' in rope:
-            raise ConfigError(f"model.path {folder}: rope variant {variant!r} is not supported")
+
+
+def _refuse_moving_rope(folder: Path, text: Any, max_model_len: int) -> None:
+    """Refuse a rope that is another one in a long batch; a short limit keeps longrope still."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    for settings in [rope, *rope.values()]:  # some families have one rope per kind of layer
+        variant = settings.get("rope_type") if isinstance(settings, dict) else None
+        if variant == "dynamic":
+            raise ConfigError(f"model.path {folder}: rope variant 'dynamic' is not supported")
+        if variant == "longrope":
+            still = int(settings.get("original_max_position_embeddings") or 0)
+            if max_model_len > still:
+                raise ConfigError(
+                    f"model.path {folder}: rope variant 'longrope' is not supported beyond "
+                    f"{still} positions: set model.max_model_len to at most that"
+                )
 
 
 def _dtype(folder: Path, dtype: str, raw: dict[str, Any], device: str) -> str:

@@ -28,6 +28,46 @@ CHAT_TEMPLATE = (
 )
 NO_TOKEN = 1 << 40  # an id that no vocabulary has
 MIN_VOCAB = len(SPECIAL) + 256
+_ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2}
+_ALL_HEADS = {"num_key_value_heads": 4}  # families without shared key-value heads
+
+# Families that must be served, with the settings that bring out what is special about each in a
+# model of two layers: window, soft cap, sinks, partial or missing rope, multipliers, experts.
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True} | _ALTERNATING,
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 9},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 40} | _ALTERNATING,
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 40} | _ALTERNATING,
+    "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "starcoder2": {"sliding_window": 9},
+    "mixtral": {"sliding_window": 9, "num_local_experts": 4} | _EXPERTS,
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32} | _EXPERTS,
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    | _EXPERTS
+    | _ALTERNATING,
+    "gpt2": _ALL_HEADS,
+    "gpt_neox": _ALL_HEADS,
+    "smollm3": {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0]},
+    "exaone4": _ALTERNATING,
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "cohere2": {"logit_scale": 0.5} | _ALTERNATING,
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64} | _ALL_HEADS,
+}
 
 
 def tiny_llama(
@@ -63,12 +103,17 @@ def tiny_model(
     layers: int = 2,
     hidden: int = 64,
     heads: int = 4,
-    kv_heads: int = 2,
+    kv_heads: int | None = None,
     seed: int = 0,
     max_position_embeddings: int = 512,
+    max_shard_bytes: int = 10**9,
     **more: object,
 ) -> Path:
-    """Write a random model of any transformers ``model_type``; ``more`` goes into its config."""
+    """Write a random model of any transformers ``model_type``.
+
+    ``more`` goes into its config, over what ``FAMILIES`` says of the family. Without ``kv_heads``
+    there are 2, or as many as the family must have.
+    """
     if vocab < MIN_VOCAB:
         raise ValueError(f"a byte-level vocabulary needs at least {MIN_VOCAB} ids, not {vocab}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +123,7 @@ def tiny_model(
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": 2,
         "max_position_embeddings": max_position_embeddings,
         # Wide weights: a narrow start makes all logits equal and every comparison a near tie.
         "initializer_range": 0.25,
@@ -87,14 +132,17 @@ def tiny_model(
         "eos_token_id": EOS,
         "tie_word_embeddings": False,
     }
-    config = AutoConfig.for_model(family, **(settings | more))
+    settings |= FAMILIES.get(family, {}) | more
+    if kv_heads is not None:
+        settings["num_key_value_heads"] = kv_heads
+    config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(
         bos_token_id=BOS, eos_token_id=[EOS, END_OF_TURN], pad_token_id=PAD
     )
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_bytes)
     _write_tokenizer(folder, vocab, max_position_embeddings)
     return folder
 
@@ -126,9 +174,9 @@ def _write_tokenizer(folder: Path, vocab: int, max_len: int) -> None:
 
 
 @lru_cache(maxsize=4)
-def _reference(folder: Path, attention: str) -> Any:
+def _reference(folder: Path, attention: str, dtype: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention
+        folder, dtype=getattr(torch, dtype), attn_implementation=attention
     )
     return model.eval()
 
@@ -140,12 +188,13 @@ def reference_generate(
     *,
     ignore_eos: bool = True,
     attention: str = "eager",
+    dtype: str = "float32",
 ) -> list[int]:
     """Greedy continuation by transformers' own ``generate``: the new tokens only.
 
     With ``ignore_eos`` exactly ``max_new`` of them; else an end token, if any, is the last.
     """
-    model = _reference(folder, attention)
+    model = _reference(folder, attention, dtype)
     # An id that no token has: with None, or with min_new_tokens, generate would take the end ids
     # of the model's own generation config and forbid them.
     ends = [NO_TOKEN] if ignore_eos else model.generation_config.eos_token_id
@@ -158,11 +207,13 @@ def reference_generate(
     return out[0, len(prompt_ids) :].tolist()
 
 
-def reference_logits(folder: Path, ids: Sequence[int], attention: str = "eager") -> torch.Tensor:
+def reference_logits(
+    folder: Path, ids: Sequence[int], attention: str = "eager", dtype: str = "float32"
+) -> torch.Tensor:
     """Logits of one plain forward pass over ``ids``: ``[len(ids), vocab]``, float32."""
     with torch.inference_mode():
         return (
-            _reference(folder, attention)(torch.tensor([list(ids)]), use_cache=False)
+            _reference(folder, attention, dtype)(torch.tensor([list(ids)]), use_cache=False)
             .logits[0]
             .float()
         )

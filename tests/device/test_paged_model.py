@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from stepping import PAGE, Sequence, new_runner, step
 
 from cluster.bench.agreement import agree
 from kernels.model import LoadedModel, load_model
@@ -18,23 +19,7 @@ from protocol.errors import InternalError
 from protocol.step import StepRow
 from protocol.types import SamplingParams, TicketId
 
-PAGE = 4
-GREEDY = SamplingParams(max_tokens=64)
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": 9},
-    "gemma2": {"head_dim": 16, "sliding_window": 8},
-    "gpt_oss": {
-        "head_dim": 16,
-        "sliding_window": 8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "gpt2": {"kv_heads": 4},
-}
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -45,48 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def _model(root: Path, family: str) -> tuple[Path, LoadedModel]:
-    folder = tiny.tiny_model(root / family, family, **FAMILIES[family])
+    folder = tiny.tiny_model(root / family, family)
     return folder, load_model(folder)
-
-
-def new_runner(model: LoadedModel, pages: int = 64, backend: str | None = None) -> Runner:
-    """A runner over a pool of NaN."""
-    g = model.geometry(PAGE)
-    kv = torch.full((pages, g.layers, 2, PAGE, g.kv_heads, g.head_dim), float("nan"))
-    return Runner(model, kv, PAGE, backend)
-
-
-class Sequence:
-    """One request as a test drives it: its tokens so far, and how many are computed."""
-
-    def __init__(self, name: str, prompt: list[int], pages: list[int], sampling=GREEDY) -> None:
-        self.id, self.tokens, self.pages = TicketId(name), list(prompt), pages
-        self.n_prompt, self.done, self.sampling = len(prompt), 0, sampling
-
-    def row(self, n: int) -> StepRow:
-        n = min(n, len(self.tokens) - self.done)
-        last = self.done + n == len(self.tokens)
-        return StepRow(
-            self.id,
-            self.tokens[self.done : self.done + n],
-            self.done,
-            self.pages,
-            self.sampling if last else None,
-            len(self.tokens) - self.n_prompt,
-        )
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.n_prompt :]
-
-
-def step(runner: Runner, advance: dict[Sequence, int]) -> None:
-    rows = [s.row(n) for s, n in advance.items()]
-    result = runner.run(rows)
-    assert not result.failed and result.seconds > 0
-    for s, row in zip(advance, rows, strict=True):
-        s.done += len(row.tokens)
-        s.tokens += result.tokens.get(s.id, ())
 
 
 def generate(runner: Runner, s: Sequence, n: int, chunks: Iterator[int]) -> list[int]:

@@ -1,0 +1,58 @@
+"""Drives a ``Runner`` by hand: sequences, the rows of a step, a pool of NaN. For device tests.
+
+This file owns what a scheduler would do in a worker, so that a test chooses every chunk itself.
+It must never compare answers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.model import LoadedModel
+from kernels.runner import Runner
+from protocol.step import StepRow
+from protocol.types import SamplingParams, TicketId
+
+PAGE = 4
+GREEDY = SamplingParams(max_tokens=64)
+
+
+def new_runner(model: LoadedModel, pages: int = 64, backend: str | None = None) -> Runner:
+    """A runner over a pool of NaN, with pages of ``PAGE`` tokens."""
+    g = model.geometry(PAGE)
+    shape = (pages, g.layers, 2, PAGE, g.kv_heads, g.head_dim)
+    kv = torch.full(shape, float("nan"), dtype=getattr(torch, g.dtype))
+    return Runner(model, kv, PAGE, backend)
+
+
+class Sequence:
+    """One request as a test drives it: its tokens so far, and how many are computed."""
+
+    def __init__(self, name: str, prompt: list[int], pages: list[int], sampling=GREEDY) -> None:
+        self.id, self.tokens, self.pages = TicketId(name), list(prompt), pages
+        self.n_prompt, self.done, self.sampling = len(prompt), 0, sampling
+
+    def row(self, n: int) -> StepRow:
+        n = min(n, len(self.tokens) - self.done)
+        last = self.done + n == len(self.tokens)
+        return StepRow(
+            self.id,
+            self.tokens[self.done : self.done + n],
+            self.done,
+            self.pages,
+            self.sampling if last else None,
+            len(self.tokens) - self.n_prompt,
+        )
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.n_prompt :]
+
+
+def step(runner: Runner, advance: dict[Sequence, int]) -> None:
+    rows = [s.row(n) for s, n in advance.items()]
+    result = runner.run(rows)
+    assert not result.failed and result.seconds > 0
+    for s, row in zip(advance, rows, strict=True):
+        s.done += len(row.tokens)
+        s.tokens += result.tokens.get(s.id, ())
