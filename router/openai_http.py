@@ -73,6 +73,7 @@ class OpenAIHttp:
             ("POST", "/v1/chat/completions", self._chat),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{model:path}", self._one_model),
+            ("GET", "/", self._root),
             ("GET", "/health", self._health),
             ("GET", "/ready", self._ready),
             ("GET", "/version", self._version),
@@ -118,6 +119,11 @@ class OpenAIHttp:
     async def _one_model(self, http: HttpRequest) -> Response:
         self._service.intake.check_model(http.path_params["model"])
         return JSONResponse(self._model_json())
+
+    async def _root(self, http: HttpRequest) -> Response:
+        """For whoever opens the address in a browser: what this is and where to look."""
+        paths = {"models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+        return JSONResponse({"service": "tandem"} | paths)
 
     async def _health(self, http: HttpRequest) -> Response:
         """The process lives and its event loop turns; ``/ready`` says whether it can serve."""

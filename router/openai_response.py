@@ -116,6 +116,9 @@ class AnswerResponse:
             if not started:
                 await error_response(self._failures.known(error))(scope, receive, send)
                 return
+            # No ``[DONE]`` after it: that word says that the answer is whole. OpenAI's SDK raises
+            # ``APIError`` at the event itself, and a reader that knows no error events must see a
+            # stream that was cut, not one that ended well.
             await _send_body(send, sse(error_json(self._failures.known(error))))
         await send({"type": "http.response.body", "body": b""})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from protocol.errors import InvalidArgument
 from router.json_fields import boolean, integer, is_integer, number, string, wrong_type
-from router.params import Asked, chat_role, check_text
+from router.params import Asked, chat_role, check_conversation, check_text
 
 MAX_PROMPTS = 64
 
@@ -217,7 +217,9 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
         raise wrong_type("messages", "a list", value)
     if not value:
         raise InvalidArgument("messages is empty: give at least one message", field="messages")
-    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(value))
+    messages = tuple(_message(item, f"messages[{i}]") for i, item in enumerate(value))
+    check_conversation(messages, "messages")
+    return messages
 
 
 def _message(value: Any, field: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
@@ -80,6 +80,16 @@ def chat_role(role: object, field: str) -> str:
     if isinstance(role, str) and role in ROLES:
         return ROLES[role]
     raise InvalidArgument(f"{field} is {role!r}; it must be one of {', '.join(ROLES)}", field=field)
+
+
+def check_conversation(messages: Sequence[Mapping[str, str]], field: str) -> None:
+    """Refuse a conversation in which nobody says anything; one empty message is fine.
+
+    The chat template would still make tokens of it, and the model would answer nothing.
+    """
+    if messages and not any(message["content"] for message in messages):
+        last = f"{field}[{len(messages) - 1}].content"
+        raise InvalidArgument(f"{last} is empty, and no other message has any content", field=last)
 
 
 def check_request_id(request_id: str, field: str = "request_id") -> None:

@@ -22,6 +22,13 @@ BAD = [
     (TEXT, {}, 400, "prompt", ["missing"]),
     (CHAT, {"messages": []}, 400, "messages", ["empty"]),
     (CHAT, {}, 400, "messages", ["missing"]),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": ""}]},
+        400,
+        "messages[0].content",
+        ["empty"],
+    ),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role", ["robot"]),
     (TEXT, {"prompt": "hi", "max_tokens": -1}, 400, "max_tokens", ["-1"]),
     (TEXT, {"prompt": "hi", "max_tokens": 0}, 400, "max_tokens", ["0"]),
@@ -133,7 +140,7 @@ def test_codes_are_stable_words(http: httpx.Client):
 def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client):
     for method, path, status in (
         ("GET", "/v1/unknown", 404),
-        ("POST", "/", 404),
+        ("POST", "/v1", 404),
         ("GET", TEXT, 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/another", 404),
@@ -235,6 +242,15 @@ def test_a_broken_stream_ends_with_an_error_event_and_no_done(served, http):
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] == "unavailable"
     assert "decode-0 died" in error["message"]
+
+
+def test_the_root_says_where_to_look(http):
+    answer = http.get("/")
+    assert answer.status_code == 200
+    root = answer.json()
+    assert root.pop("service") == "tandem"
+    assert root == {"models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+    assert [http.get(path).status_code for path in root.values()] == [200, 200, 200]
 
 
 def test_hanging_up_in_the_middle_of_the_request_is_harmless(served, http):

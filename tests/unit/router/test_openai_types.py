@@ -69,6 +69,9 @@ def test_a_chat_with_parts_and_roles():
     assert call.asked.max_tokens_field == "max_completion_tokens"
 
 
+EMPTY_LAST = "messages[1].content"
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
@@ -81,6 +84,9 @@ def test_a_chat_with_parts_and_roles():
         ([*MESSAGES, {"role": "tool", "content": "x"}], "messages[1].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": ""}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "system", "content": ""}, {"role": "user", "content": ""}], EMPTY_LAST),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0].type"),

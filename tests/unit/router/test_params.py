@@ -15,6 +15,7 @@ from router.params import (
     Intake,
     ModelLimits,
     chat_role,
+    check_conversation,
     check_request_id,
     check_text,
 )
@@ -205,6 +206,16 @@ def test_texts_roles_and_ids():
         with pytest.raises(InvalidArgument):
             chat_role(role, "messages[0].role")
     check_request_id("a-b.c:d/1")
+
+
+def test_a_conversation_needs_one_message_with_content():
+    empty, full = {"role": "system", "content": ""}, {"role": "user", "content": "hi"}
+    for messages in ([full], [empty, full], [full, empty], [{"role": "user", "content": " "}]):
+        check_conversation(messages, "messages")
+    for n_empty in (1, 2):
+        with pytest.raises(InvalidArgument) as caught:
+            check_conversation([empty] * n_empty, "chat.messages")
+        assert caught.value.field == f"chat.messages[{n_empty - 1}].content"
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_looked_at():
