@@ -20,10 +20,14 @@ from protocol.wire import inference_pb2 as pb
 from protocol.wire.channel import abort_with
 from protocol.wire.convert_front import encode_answer
 from protocol.wire.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from router.params import Asked, chat_role, check_text
+from router.params import Asked, chat_role, check_conversation, check_text
 from router.service import InferenceService
 
 SERVICE = "tandem.v1.Inference"
+# grpc ends an expired call on both sides without any words of ours. So a request ends this much
+# before its call does, in seconds and at most as a share of it: its reason still arrives.
+LAST_WORD_S = 0.25
+LAST_WORD_SHARE = 0.1
 
 
 class InferenceFront(InferenceServicer):
@@ -98,7 +102,9 @@ class InferenceFront(InferenceServicer):
             check_text(request.text, "text")
             return await self._service.from_text(request.text, asked, "text")
         if kind == "chat":
-            return await self._service.from_chat(messages_of(request.chat), asked)
+            messages = messages_of(request.chat)
+            check_conversation(messages, "chat.messages")
+            return await self._service.from_chat(messages, asked)
         if kind == "token_ids":
             return self._service.from_tokens(request.token_ids.ids, asked, "token_ids")
         raise _no_input("text, chat or token_ids")
@@ -138,8 +144,13 @@ def asked_of(request: pb.GenerateRequest, remaining_s: float | None) -> Asked:
         skip_special_tokens=given("skip_special_tokens") is not False,
         priority=request.priority,
         request_id=request.request_id or None,
-        deadline_s=remaining_s,
+        deadline_s=None if remaining_s is None else before(remaining_s),
     )
+
+
+def before(remaining_s: float) -> float:
+    """The request's deadline for a call that has ``remaining_s`` seconds left."""
+    return round(remaining_s - min(LAST_WORD_S, LAST_WORD_SHARE * max(remaining_s, 0.0)), 3)
 
 
 def messages_of(chat: pb.Chat) -> tuple[dict[str, str], ...]:

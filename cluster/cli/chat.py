@@ -1,8 +1,8 @@
 """``tandem chat``: talk to a running server over its OpenAI HTTP API.
 
 stdout holds the answers and nothing else. On a terminal every line typed is a turn, Ctrl-C stops
-an answer, Ctrl-D ends. With piped input every line is a turn of one conversation, and the first
-failure ends the command.
+an answer, Ctrl-D ends, and lines that begin with a slash are commands. With piped input every
+line is a turn of one conversation, and the first failure ends the command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import typer
 if TYPE_CHECKING:
     from cluster.cli.chat_session import ChatSession
 
-HINT = "Ctrl-C stops an answer, /new starts over, Ctrl-D ends."
+HINT = "Ctrl-C stops an answer, /help lists the commands, Ctrl-D ends."
+COMMANDS = """\
+/new   start a new conversation
+/help  this list
+/quit  end, as Ctrl-D does
+//...  a message that begins with a slash"""
 
 
 def chat(
@@ -54,16 +59,27 @@ def _talk(session: ChatSession) -> None:
         except EOFError:
             typer.echo(err=True)
             return
-        if text == "/new":
-            session.forget()
-            typer.echo("(a new conversation)", err=True)
+        if text == "/quit":
+            return
+        if text.startswith("/") and not text.startswith("//"):
+            typer.echo(_command(session, text), err=True)
         elif text:
             try:
-                _answer(session, text)
+                _answer(session, text.removeprefix("/"))
             except KeyboardInterrupt:
                 typer.echo("\n(stopped)", err=True)
             except TandemError as error:
                 typer.echo(f"error: {error.message}", err=True)
+
+
+def _command(session: ChatSession, text: str) -> str:
+    """Do what a line with a slash asks for; returns what to tell about it."""
+    if text == "/new":
+        session.forget()
+        return "(a new conversation)"
+    if text == "/help":
+        return COMMANDS
+    return f"there is no command {text.split()[0]}; /help lists them"
 
 
 def _typed(prompt: str) -> str:

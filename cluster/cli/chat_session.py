@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from protocol.errors import BY_REASON, InternalError, TandemError, Unavailable
+from protocol.errors import BY_REASON, ConfigError, InternalError, TandemError, Unavailable
 
 CONNECT_S = 5.0
 SILENCE_S = 60.0  # longest silence: a waiting server sends keep-alive comments
@@ -33,7 +32,7 @@ class ChatSession:
         system: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = _address(url)
         self.model = model or ""
         self.messages: list[dict[str, str]] = []
         self.usage: dict[str, Any] | None = None  # of the last whole answer
@@ -42,18 +41,24 @@ class ChatSession:
         self._client = httpx.Client(
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             # A proxy of the environment cannot reach this machine's own server.
-            trust_env=urlsplit(self.url).hostname not in LOOPBACK,
+            trust_env=httpx.URL(self.url).host not in LOOPBACK,
         )
         self.forget()
 
     def connect(self) -> str:
-        """Find the server; returns the model's name. Raises ``Unavailable`` where none answers."""
+        """Find the server; returns the model's name.
+
+        Raises ``Unavailable`` where none answers, or something that is not one.
+        """
         try:
             answer = self._client.get(f"{self.url}/v1/models")
             self._check(answer)
             names = [entry["id"] for entry in answer.json()["data"]]
-        except httpx.InvalidURL as error:
-            raise Unavailable(f"{self.url} is not a URL: {error}") from error
+        except httpx.RemoteProtocolError as error:
+            raise Unavailable(
+                f"nothing that speaks HTTP answers at {self.url}; a server's gRPC address is for "
+                "--grpc, its HTTP address for --url"
+            ) from error
         except httpx.TransportError as error:
             raise self._no_server(error) from error
         except (ValueError, KeyError, TypeError) as error:
@@ -116,6 +121,21 @@ class ChatSession:
             f"no answer from {self.url} ({error or type(error).__name__}); "
             "is a server running? start one with: tandem serve CONFIG"
         )
+
+
+def _address(url: str) -> str:
+    """The URL that requests are put behind; without a scheme it is plain HTTP.
+
+    Raises ``ConfigError`` for what is no HTTP address.
+    """
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parsed = httpx.URL(whole)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is not a URL: {error}", field="url") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{url!r} is not an HTTP address such as http://host:port", field="url")
+    return whole.rstrip("/").removesuffix("/v1")
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """``tandem generate``: one prompt, one answer, over gRPC.
 
-stdout holds the answer (or, with ``--json``, one JSON object), stderr what it took and where
-each stage ran. Ctrl-C ends the request at the server.
+stdout holds the answer (or, with ``--json``, one JSON object with everything that is known about
+it). On a terminal, or with ``--verbose``, one line on stderr says what it took. Ctrl-C ends the
+request at the server.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ def generate(
     grpc: Annotated[str, typer.Option(help="The server's gRPC address.")] = "127.0.0.1:9000",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Say what it took, also where stderr is a file.")
+    ] = False,
 ) -> None:
     """Generate from one prompt by gRPC and print the answer as it comes."""
     import asyncio
+    import sys
 
     from protocol.errors import InvalidArgument
     from protocol.wire.inference_client import GenerateCall
@@ -56,10 +61,13 @@ def generate(
         ignore_eos=ignore_eos,
     )
     _check_listening(grpc)
-    asyncio.run(_run(call, grpc, timeout, json))
+    told = not json and (verbose or sys.stderr.isatty())
+    asyncio.run(_run(call, grpc, timeout, as_json=json, told=told))
 
 
-async def _run(call: GenerateCall, address: str, timeout_s: float | None, as_json: bool) -> None:
+async def _run(
+    call: GenerateCall, address: str, timeout_s: float | None, *, as_json: bool, told: bool
+) -> None:
     import json
     import time
     from contextlib import aclosing
@@ -69,12 +77,15 @@ async def _run(call: GenerateCall, address: str, timeout_s: float | None, as_jso
 
     token_ids: list[int] = []
     text, begin = "", time.monotonic()
+    first_s: float | None = None
     async with (
         InferenceClient(address) as client,
         aclosing(client.generate(call, timeout_s)) as pieces,
     ):
         async for piece in pieces:
             if isinstance(piece, Delta):
+                if first_s is None:
+                    first_s = time.monotonic() - begin
                 text += piece.text
                 token_ids += piece.token_ids
                 if not as_json:
@@ -84,7 +95,8 @@ async def _run(call: GenerateCall, address: str, timeout_s: float | None, as_jso
                 typer.echo(json.dumps(answer_json(text, token_ids, piece), ensure_ascii=False))
             else:
                 typer.echo()
-                typer.echo(summary(piece, time.monotonic() - begin), err=True)
+            if told:
+                typer.echo(summary(piece, time.monotonic() - begin, first_s), err=True)
 
 
 def answer_json(text: str, token_ids: list[int], end: Complete) -> dict[str, Any]:
@@ -101,12 +113,11 @@ def answer_json(text: str, token_ids: list[int], end: Complete) -> dict[str, Any
     }
 
 
-def summary(end: Complete, seconds: float) -> str:
-    """One line: how many tokens in which time, and where each stage ran."""
+def summary(end: Complete, seconds: float, first_s: float | None) -> str:
+    """One short line: tokens of prompt and answer, seconds in all and until the first piece."""
     usage = end.usage
-    stages = ", ".join(f"{t.stage} {t.seconds:.3f} s on {t.worker_id}" for t in end.timings)
     counts = f"{usage.prompt_tokens} -> {usage.completion_tokens} tokens in {seconds:.2f} s"
-    return f"[{counts} ({end.finish_reason.value}){': ' + stages if stages else ''}]"
+    return f"[{counts}]" if first_s is None else f"[{counts}, the first after {first_s:.2f} s]"
 
 
 def _stdin() -> str:
@@ -122,7 +133,7 @@ def _check_listening(address: str) -> None:
     from protocol.errors import ConfigError, Unavailable
 
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or "/" in host or not port.isdecimal():
         raise ConfigError(f"{address!r} is not host:port", field="grpc")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

@@ -6,6 +6,7 @@ raises ``TandemError``; it never retries, so what a caller measures is one reque
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import grpc
 import grpc.aio
 
 from protocol.config import TimingConfig
+from protocol.errors import DeadlineExceeded, TandemError, Unavailable
 from protocol.types import Complete, Delta
 from protocol.wire import inference_pb2 as pb
 from protocol.wire.channel import aio_channel, from_rpc_error
@@ -21,6 +23,11 @@ from protocol.wire.inference_pb2_grpc import InferenceStub
 
 # A client's connection is not a sign of life between workers: it is watched, but not eagerly.
 _PATIENT = TimingConfig(heartbeat_s=10, peer_dead_s=20)
+# grpc's words for a peer that accepts a connection and then does not speak HTTP/2.
+_NOT_GRPC = "SETTINGS frame"
+# The server ends a call a little before its deadline (``router.grpc_front``); an end earlier than
+# this share of it is about a limit of the server's own.
+_OWN_DEADLINE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +86,31 @@ class InferenceClient:
     ) -> AsyncGenerator[Delta | Complete, None]:
         """Pieces of the answer in order, then its end. Closing the generator cancels the request.
 
-        Raises the ``TandemError`` that the server reports.
+        Raises the ``TandemError`` that the server reports, ``DeadlineExceeded`` once
+        ``timeout_s`` has passed, and ``Unavailable`` where nothing speaks gRPC.
         """
         if self._channel is None:
             raise RuntimeError("InferenceClient is used outside of its context")
         stub = InferenceStub(self._channel)
+        begin = time.monotonic()
         stream = stub.Generate(call.to_wire(), timeout=timeout_s)
         try:
             async for message in stream:
                 yield decode_answer(message)
         except grpc.RpcError as e:
-            raise from_rpc_error(e) from None
+            raise self._cause(e, timeout_s, time.monotonic() - begin) from None
         finally:
             stream.cancel()
+
+    def _cause(self, error: grpc.RpcError, timeout_s: float | None, passed_s: float) -> TandemError:
+        """What failed, in words for whoever made the call instead of grpc's own."""
+        cause = from_rpc_error(error)
+        if isinstance(cause, Unavailable) and _NOT_GRPC in cause.message:
+            return Unavailable(
+                f"nothing that speaks gRPC answers at {self.endpoint}; a server's HTTP address "
+                "is for --url, its gRPC address for --grpc"
+            )
+        expired = timeout_s is not None and passed_s >= _OWN_DEADLINE * timeout_s
+        if isinstance(cause, DeadlineExceeded) and expired:
+            return DeadlineExceeded(f"no complete answer within {timeout_s:g} s")
+        return cause

@@ -2,9 +2,9 @@
 
 The answer to every prompt is ``ANSWER``, one byte per token, through the real incremental text
 and stop matching. Words in the prompt steer it: ``hold-first`` and ``hold-later`` wait for
-``release`` before the first token or after the second one; ``fail-first`` and ``fail-later``
-raise there; ``bug`` raises what no front expects. An answer that is closed early is in
-``cancelled``.
+``release`` (or their deadline) before the first token or after the second one; ``fail-first`` and
+``fail-later`` raise there, and ``late-first`` as a server whose own time is up; ``bug`` raises
+what no front expects. An answer that is closed early is in ``cancelled``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from protocol.errors import InvalidArgument, Overloaded, Unavailable
+from protocol.errors import DeadlineExceeded, InvalidArgument, Overloaded, Unavailable
 from protocol.types import (
     Complete,
     Delta,
@@ -103,11 +103,11 @@ class FakeCore:
         prompt = self.codec.decode(request.prompt)
         ended = False
         try:
-            await self._steer(prompt, "first")
+            await self._steer(request, prompt, "first")
             answer = self.codec.encode(ANSWER)[: request.sampling.max_tokens]
             for index, token in enumerate(answer):
                 if index == 2:
-                    await self._steer(prompt, "later")
+                    await self._steer(request, prompt, "later")
                 piece = text.push([token])
                 yield Delta(index, (token,), piece.text)
                 if piece.stop_matched is not None:
@@ -122,7 +122,7 @@ class FakeCore:
             yield self._end(
                 request, len(answer), FinishReason.LENGTH if cut else FinishReason.STOP, None
             )
-        except (Unavailable, Overloaded, ZeroDivisionError):
+        except (DeadlineExceeded, Unavailable, Overloaded, ZeroDivisionError):
             ended = True
             raise
         finally:
@@ -134,11 +134,17 @@ class FakeCore:
             notes.append(item)
             self.changed.notify_all()
 
-    async def _steer(self, prompt: str, place: str) -> None:
+    async def _steer(self, request: Request, prompt: str, place: str) -> None:
         if f"hold-{place}" in prompt:
-            await self._release.wait()
+            try:
+                async with asyncio.timeout(request.deadline_s):
+                    await self._release.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(f"the fake's {request.deadline_s:g} s passed") from None
             if self.closed:
                 raise Unavailable("this router is shutting down")
+        if f"late-{place}" in prompt:
+            raise DeadlineExceeded("the server's own 0.3 s passed")
         if f"fail-{place}" in prompt:
             raise Unavailable("worker decode-0 died", retry_after_s=2.5)
         if f"full-{place}" in prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import sys
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import chat, generate
 from cluster.cli.chat_session import ChatSession
-from protocol.errors import Unavailable
+from protocol.errors import ConfigError, Unavailable
 
 RUNNER = CliRunner()
 
@@ -35,11 +36,25 @@ def nobody() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_generate_prints_the_answer_on_stdout_and_the_rest_on_stderr(served, grpc_address):
+def test_generate_prints_the_answer_and_on_request_one_short_line(served, grpc_address):
     done = tandem("generate", "hello", "--grpc", grpc_address)
     assert done.exit_code == 0
     assert done.stdout == ANSWER + "\n"
-    assert "5 -> " in done.stderr and "prefill 0.250 s on prefill-0" in done.stderr
+    assert done.stderr == ""  # it is no terminal
+    done = tandem("generate", "hello", "--grpc", grpc_address, "--verbose")
+    assert done.stdout == ANSWER + "\n"
+    tokens = len(served.core.codec.encode(ANSWER))
+    line = rf"\[5 -> {tokens} tokens in \d+\.\d\d s, the first after \d+\.\d\d s\]\n"
+    assert re.fullmatch(line, done.stderr)
+
+
+def test_generate_says_what_it_took_on_a_terminal(served, grpc_address, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    app = typer.Typer()
+    app.command()(generate.generate)
+    app(["hello", "--grpc", grpc_address], standalone_mode=False)
+    assert capsys.readouterr().out == ANSWER + "\n"
+    assert sys.stderr.getvalue().startswith("[5 -> ")
 
 
 def test_generate_passes_every_option_on(served, grpc_address):
@@ -72,6 +87,9 @@ def test_generate_as_json_is_one_object(served, grpc_address):
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
     assert answer["timings"][0]["worker_id"] == "prefill-0"
     assert done.stderr == ""
+    done = tandem("generate", "hi", "--grpc", grpc_address, "--json", "--verbose")
+    assert json.loads(done.stdout)["text"] == ANSWER
+    assert done.stderr == ""
 
 
 def test_generate_reads_stdin_and_can_chat(served, grpc_address):
@@ -91,6 +109,29 @@ def test_generate_reports_refusals_and_broken_bytes(served, grpc_address):
     assert "UTF-8" in done.exception.message
     done = tandem("generate", "hold-first", "--grpc", grpc_address, "--timeout", "0.2")
     assert done.exception.reason == "DEADLINE_EXCEEDED"
+    assert done.exception.message == "no complete answer within 0.2 s"
+    assert done.exception.exit_code == 1
+    done = tandem("generate", "hold-later", "--grpc", grpc_address, "--timeout", "0.2")
+    assert done.exception.message == "no complete answer within 0.2 s"
+    assert done.stdout == ANSWER[:2]
+
+
+def test_a_shorter_deadline_of_the_server_is_told_as_the_servers(served, grpc_address):
+    done = tandem("generate", "late-first", "--grpc", grpc_address, "--timeout", "30")
+    assert done.exception.reason == "DEADLINE_EXCEEDED"
+    assert done.exception.message == "the server's own 0.3 s passed"
+
+
+def test_a_port_of_the_other_protocol_is_one_sentence(served):
+    http, grpc = served.endpoints.http, served.endpoints.grpc
+    done = tandem("generate", "hi", "--grpc", http)
+    assert isinstance(done.exception, Unavailable)
+    assert done.exception.message.startswith(f"nothing that speaks gRPC answers at {http};")
+    assert "--url" in done.exception.message and done.exception.exit_code == 1
+    done = tandem("chat", "--url", grpc, stdin="hi\n")
+    assert isinstance(done.exception, Unavailable)
+    assert done.exception.message.startswith(f"nothing that speaks HTTP answers at http://{grpc};")
+    assert "--grpc" in done.exception.message and done.exception.exit_code == 1
 
 
 @pytest.mark.parametrize("verb", ["chat", "generate"])
@@ -108,9 +149,18 @@ def test_a_server_that_is_not_there_is_one_sentence(nobody: str, verb: str):
 
 def test_addresses_that_are_none(served):
     assert tandem("generate", "hi", "--grpc", "9000").exception.exit_code == 2
-    assert tandem("chat", "--url", "nonsense", stdin="hi\n").exception.exit_code == 1
-    grpc = f"http://{served.endpoints.grpc}"  # a server, but of another kind
-    assert tandem("chat", "--url", grpc, stdin="hi\n").exception.exit_code == 1
+    assert tandem("generate", "hi", "--grpc", "http://127.0.0.1:9000").exception.exit_code == 2
+    assert tandem("chat", "--url", "nonsense.invalid", stdin="hi\n").exception.exit_code == 1
+    for url in ("ftp://127.0.0.1", "http://", "http://a:b"):
+        done = tandem("chat", "--url", url, stdin="hi\n")
+        assert isinstance(done.exception, ConfigError), url
+        assert done.exception.field == "url" and url in done.exception.message
+
+
+def test_chat_needs_no_scheme(served, base_url):
+    for url in (served.endpoints.http, served.endpoints.http + "/v1/", base_url + "/"):
+        done = tandem("chat", "--url", url, "--max-tokens", "2", stdin="hi\n")
+        assert (done.exit_code, done.stdout) == (0, ANSWER[:2] + "\n"), url
 
 
 def test_chat_from_a_pipe_is_one_conversation(served, base_url):
@@ -161,13 +211,30 @@ class Terminal(io.StringIO):
         return True
 
 
+def typed(monkeypatch, capsys, base_url: str, lines: str):
+    """What a person sees who types ``lines``; answers are two tokens long."""
+    monkeypatch.setattr(sys, "stdin", Terminal(lines))
+    chat.chat(url=base_url, max_tokens=2, model=None, system=None, temperature=None, seed=None)
+    return capsys.readouterr()
+
+
 def test_at_a_terminal_a_failed_turn_is_told_and_the_talk_goes_on(
     served, base_url, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sys, "stdin", Terminal("fail-first\nhi\n/new\nagain\n"))
-    chat.chat(url=base_url, max_tokens=2, model=None, system=None, temperature=None, seed=None)
-    shown = capsys.readouterr()
+    shown = typed(monkeypatch, capsys, base_url, "fail-first\nhi\n/new\nagain\n")
     assert shown.out == (ANSWER[:2] + "\n") * 2
     assert "error: worker decode-0 died" in shown.err
     prompts = [bytes_of(served, request) for request in served.core.requests]
     assert prompts[1:] == ["user: hi\nassistant: ", "user: again\nassistant: "]
+
+
+def test_lines_with_a_slash_are_commands(served, base_url, monkeypatch, capsys):
+    lines = "/help\n/modle x\n//etc is what?\n/quit\nnever asked\n"
+    shown = typed(monkeypatch, capsys, base_url, lines)
+    assert shown.out == ANSWER[:2] + "\n"  # one message reached the model
+    assert [bytes_of(served, r) for r in served.core.requests] == [
+        "user: /etc is what?\nassistant: "
+    ]
+    for command in ("/new", "/help", "/quit"):
+        assert f"{command}  " in shown.err
+    assert "there is no command /modle; /help lists them" in shown.err
