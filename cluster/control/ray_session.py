@@ -11,7 +11,8 @@ Life of a ``RaySession``:
  1. ``open``: starts the daemon (``address: local``) or joins; the caller records ``record``.
  2. ``leave``: this process lets go of Ray, which runs on.
  3. ``end_ray(record)``, by anybody who has the record: the daemon's processes end, its folder is
-    removed. It finds them by their recorded ids and by the mark in their environment.
+    removed. Agents and actors come and go, so the record alone does not name them: they are the
+    family of the recorded ones.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.control.processes import alive, can_identify, command_name, end, marked
+from cluster.control.processes import (
+    Family,
+    alive,
+    can_identify,
+    command_name,
+    end_family,
+)
 from cluster.control.records import RayRecord, ray_token_file
 from protocol.errors import ConfigError, Unavailable
 
@@ -107,14 +115,17 @@ def connect(record: RayRecord) -> RaySession:
     return RaySession(record)
 
 
+def family(record: RayRecord) -> Family:
+    """All processes of a Ray of ours: daemons, agents, actors and whatever these started."""
+    mark = f"{MARK}={record.mark}" if record.mark else ""
+    return Family(mark, record.folder, frozenset(record.processes))
+
+
 def end_ray(record: RayRecord, grace_s: float = _END_S) -> int:
     """End a Ray of ours and remove its folder; how many processes that were. Idempotent."""
     if not record.owned:
         return 0
-    ended = {*end(record.processes, grace_s)}
-    # Actors, and whatever they started; twice, for one that was being born during the first.
-    for _ in range(2):
-        ended |= {*end(marked(MARK, record.mark), grace_s)}
+    ended = end_family(family(record), grace_s)
     if record.folder:
         shutil.rmtree(record.folder, ignore_errors=True)
     return len(ended)
@@ -153,7 +164,8 @@ def _start_daemon(num_cpus: int, on_started: Callable[[RayRecord], None]) -> Ray
     except BaseException:
         end_ray(record)
         raise
-    record = RayRecord(address, True, record.mark, folder, marked(MARK, record.mark))
+    members = tuple(sorted(family(record).members(), key=lambda p: p.pid))
+    record = replace(record, address=address, processes=members)
     on_started(record)
     return record
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 
 from cluster.control import records
-from cluster.control.processes import alive, end, marked
-from cluster.control.ray_session import MARK, connect, end_ray
+from cluster.control.processes import end
+from cluster.control.ray_session import connect, end_ray, family
 from cluster.control.records import ClusterRecord
 from protocol.errors import TandemError
 from protocol.wire.clients import AdminClient
@@ -65,7 +65,7 @@ def _may_run(record: ClusterRecord) -> bool:
     ray = record.ray
     if ray is None:
         return False
-    return not ray.owned or any(alive(p) for p in (*ray.processes, *marked(MARK, ray.mark)))
+    return not ray.owned or bool(family(ray).members())
 
 
 def _end_actors(record: ClusterRecord) -> tuple[str, ...]:

@@ -17,6 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.control.processes import ProcessId, alive, identify
+from cluster.control.ray_session import family
+from cluster.control.records import RayRecord
+
 ROOT = Path(__file__).parents[2]
 START_S = 100.0
 END_S = 40.0
@@ -61,6 +65,40 @@ def write_config(folder: Path, model: Path, name: str, **sections: Any) -> Path:
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(content | sections))  # JSON is YAML
     return file
+
+
+def processes_of(record: dict[str, Any]) -> list[ProcessId]:
+    """Every process of a cluster's own Ray, its actors included."""
+    ray = record["ray"]
+    known = frozenset(ProcessId(**p) for p in ray["processes"])
+    return list(
+        family(RayRecord(ray["address"], True, ray["mark"], ray["folder"], known)).members()
+    )
+
+
+def title(process: ProcessId) -> str:
+    """The command line that a process shows; empty when it is gone."""
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def orphans() -> set[ProcessId]:
+    """Ray's agents and workers that no raylet keeps, whoever started them."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        process = identify(int(folder.name)) if folder.name.isdigit() else None
+        if process is None or not title(process).startswith("ray::"):
+            continue
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            keeper = Path(f"/proc/{parent}/comm").read_text().strip()
+        except OSError:
+            keeper = ""
+        if keeper != "raylet" and alive(process):
+            found.add(process)
+    return found
 
 
 class Served:

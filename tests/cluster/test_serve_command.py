@@ -10,18 +10,12 @@ import signal
 from pathlib import Path
 
 import httpx
-from served import Served, tandem, write_config
+from served import Served, processes_of, tandem, write_config
 from tiny import reference_generate
 
-from cluster.control.processes import ProcessId, alive, identify, marked
-from cluster.control.ray_session import MARK
+from cluster.control.processes import alive, identify
 
 PROMPT = list(range(10, 50))  # two pages and a half
-
-
-def ids_of(record: dict) -> list[ProcessId]:
-    """Every process of a cluster's Ray, its actors included."""
-    return list(marked(MARK, record["ray"]["mark"]))
 
 
 def complete(url: str, n: int = 12) -> dict:
@@ -88,12 +82,12 @@ def test_a_used_port_is_one_sentence(served: Served, model: Path) -> None:
 
 def test_interrupt_ends_everything_that_was_started(served: Served) -> None:
     record = served.record()
-    processes = ids_of(record)
+    processes = processes_of(record)
     workers = {w["pid"] for w in served.where["workers"]}
     assert workers <= {p.pid for p in processes}
     assert served.end(signal.SIGINT) == 0
     assert not [p for p in processes if alive(p)]
-    assert not ids_of(record)
+    assert not processes_of(record)
     assert not Path(record["ray"]["folder"]).exists()
     assert not served.record_file().exists()
     done = tandem(served.home, "status")

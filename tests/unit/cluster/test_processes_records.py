@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 
 from cluster.control import records
-from cluster.control.processes import ProcessId, alive, end, identify, marked
+from cluster.control.processes import (
+    Family,
+    ProcessId,
+    alive,
+    end,
+    end_family,
+    identify,
+)
 from cluster.control.records import ClusterRecord, RayRecord
 from protocol.errors import ConfigError
 
@@ -72,7 +79,99 @@ def test_a_process_that_took_over_the_pid_is_left_alone() -> None:
 
 def test_a_mark_is_found_in_children_and_only_there() -> None:
     with child(WAITS, TANDEM_TEST_MARK="m1") as one, child(WAITS, TANDEM_TEST_MARK="m12"):
-        assert [p.pid for p in marked("TANDEM_TEST_MARK", "m1")] == [one.pid]
+        assert [p.pid for p in Family("TANDEM_TEST_MARK=m1", "").members()] == [one.pid]
+
+
+# What setproctitle does, and worse: name and environment of the process are gone from /proc.
+WIPES = """
+import ctypes, sys
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+for first, last in (fields[45:47], fields[47:49]):
+    ctypes.memset(int(first), 0, int(last) - int(first))
+"""
+STARTS_ONE_THAT_WIPES = """
+import subprocess, sys
+code = sys.argv[1] + "\\nprint(1, flush=True); sys.stdin.read()"
+inner = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+inner.stdout.readline()
+print(inner.pid, flush=True)
+"""
+
+
+def starts(code: str) -> str:
+    """Code of a process that starts one which runs ``code``, and prints that one's pid."""
+    return STARTS_ONE_THAT_WIPES.replace("sys.argv[1]", repr(code))
+
+
+def born(process: subprocess.Popen[str]) -> ProcessId:
+    """The process whose pid this one prints."""
+    assert process.stdout is not None
+    found = identify(int(process.stdout.readline()))
+    assert found is not None
+    return found
+
+
+def gone_for_good(process: ProcessId) -> bool:
+    """Whether it is gone; ends it if not, so that a failed test leaves nothing."""
+    return not end([process], 0.0)
+
+
+SAYS_READY = "import sys; print(1, flush=True)\n"
+
+
+def test_a_child_without_name_and_environment_is_found_by_its_parent() -> None:
+    with child(SAYS_READY + starts(WIPES), TANDEM_TEST_MARK="m2") as outer:
+        inner = born(outer)
+        assert Path(f"/proc/{inner.pid}/environ").read_bytes().strip(b"\0") == b""
+        family = Family("TANDEM_TEST_MARK=m2", "")
+        assert {p.pid for p in family.members()} == {outer.pid, inner.pid}
+        assert {p.pid for p in end_family(family, 2.0)} == {outer.pid, inner.pid}
+        assert gone_for_good(inner)
+
+
+def test_an_orphan_without_environment_is_found_by_the_file_that_it_writes(tmp_path: Path) -> None:
+    log = tmp_path / "session" / "agent.log"
+    log.parent.mkdir()
+    code = WIPES + f"out = open({str(log)!r}, 'w')\n"
+    with child(SAYS_READY + starts(code)) as outer:
+        inner = born(outer)
+        outer.kill()
+        outer.wait()
+        try:
+            log.unlink()
+            log.parent.rmdir()
+            assert Family("", str(tmp_path / "other")).members() == frozenset()
+            assert Family("", str(tmp_path)).members() == {inner}
+            assert end_family(Family("", str(tmp_path)), 2.0) == {inner}
+        finally:
+            assert gone_for_good(inner)
+
+
+def test_who_only_looks_into_the_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("x")
+    looks = f"import os, sys; os.chdir({str(tmp_path)!r}); log = open('log'); "
+    with child(looks + "print(1, flush=True); ") as process:
+        assert end_family(Family("", str(tmp_path)), 0.0) == frozenset()
+        assert process.poll() is None
+
+
+def test_one_that_is_born_while_its_family_ends_is_ended_too(tmp_path: Path) -> None:
+    heir = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    leaves_an_heir = f"""
+import os, signal, subprocess, sys
+def bear(number, frame):
+    heir = subprocess.Popen([sys.executable, "-S", "-c", {heir!r}])
+    open({str(tmp_path / "heir")!r}, "w").write(str(heir.pid))
+    os._exit(0)
+signal.signal(15, bear)
+print(1, flush=True)
+"""
+    with child(leaves_an_heir, TANDEM_TEST_MARK="m3") as process:
+        ended = {p.pid for p in end_family(Family("TANDEM_TEST_MARK=m3", ""), 0.5)}
+        heir_pid = int((tmp_path / "heir").read_text())
+        assert ended == {process.pid, heir_pid}
+        left = identify(heir_pid)
+        assert left is None or gone_for_good(left)
 
 
 @pytest.fixture
