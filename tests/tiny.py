@@ -40,7 +40,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 9},
     "gemma": {"head_dim": 32},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 40} | _ALTERNATING,
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 1.0}
+    | _ALTERNATING,
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 40} | _ALTERNATING,
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {},
