@@ -1,9 +1,9 @@
 """How Tandem's processes reach each other by gRPC: addresses, options, trust, health, errors.
 
 The only place with grpc options. Owns message limits, keepalive on both sides, the rule that a
-used port is an error, the cluster's token on every control call, the health and reflection
-services, and the form of an error on the wire (google.rpc.Status details) in both directions. It
-must never decide what a message means.
+used port is an error, the cluster's token on every control call, the refusal of bytes that are no
+message, the health and reflection services, and the form of an error on the wire
+(google.rpc.Status details) in both directions. It must never decide what a message means.
 
 Life of a ``WireServer``, all on one event loop: construct -> add servicers to ``grpc`` ->
 ``bind`` -> ``start`` (health says SERVING where told so) -> ``set_serving`` -> ``stop``.
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -230,7 +232,43 @@ def _refusal(handler: Any) -> Any:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[(bool(handler.request_streaming), bool(handler.response_streaming))]
-    return make(_refuse, handler.request_deserializer, handler.response_serializer)
+    # No deserializer: a stranger's bytes are not even looked at.
+    return make(_refuse, None, handler.response_serializer)
+
+
+class MessageCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Answers bytes that are no message with INVALID_ARGUMENT.
+
+    grpc itself would say UNKNOWN and log a traceback for each, which any client could use to fill
+    the log. Only calls with one request; a stream of frames is its service's to read.
+    """
+
+    def __init__(self, on_refused: Callable[[str], None] | None = None) -> None:
+        self._on_refused = on_refused
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Pass the call on, its request decoded where a failure can be answered."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        method = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        if not inspect.iscoroutinefunction(method):
+            return handler
+        decode = handler.request_deserializer
+
+        async def checked(raw: bytes, context: Any) -> Any:
+            try:
+                request = decode(raw)
+            except DecodeError:
+                if self._on_refused is not None:
+                    self._on_refused("malformed")
+                error = InvalidArgument("the request's bytes are not a message of this method")
+                await abort_with(context, error)
+            return await method(request, context)
+
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(checked, None, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(checked, None, handler.response_serializer)
 
 
 class WireServer:
@@ -245,7 +283,7 @@ class WireServer:
     ) -> None:
         """Must be made on the event loop that will serve. ``on_refused(cause)`` counts."""
         self.grpc = grpc.aio.server(
-            interceptors=(ClusterAuth(secret, on_refused),),
+            interceptors=(ClusterAuth(secret, on_refused), MessageCheck(on_refused)),
             options=server_options(timing or TimingConfig()),
         )
         self._health = health.aio.HealthServicer()

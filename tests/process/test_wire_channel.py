@@ -16,7 +16,13 @@ from protocol.errors import BY_REASON, ConfigError, TandemError, Unauthenticated
 from protocol.status import ClusterStatus, Note, RouterStatus, WorkerStatus
 from protocol.types import Mode, Role, WorkerLoad
 from protocol.wire import admin_pb2, admin_pb2_grpc
-from protocol.wire.channel import WireServer, abort_with, aio_channel, cluster_token
+from protocol.wire.channel import (
+    WireServer,
+    abort_with,
+    aio_channel,
+    cluster_token,
+    token_metadata,
+)
 from protocol.wire.clients import AdminClient
 from protocol.wire.convert_front import encode_status
 
@@ -110,6 +116,37 @@ def test_admin_takes_and_gives_dataclasses_and_needs_the_token() -> None:
         stranger.close()
 
     run(main())
+
+
+def test_bytes_that_are_no_message_are_the_callers_mistake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Never UNKNOWN, never a traceback in the log, and a stranger's bytes are not read at all."""
+    refused: list[str] = []
+
+    async def main() -> None:
+        server = WireServer(secret=SECRET, timing=FAST, on_refused=refused.append)
+        admin_pb2_grpc.add_AdminServicer_to_server(Admin(), server.grpc)
+        endpoint = f"127.0.0.1:{server.bind('127.0.0.1:0')}"
+        await server.start(["tandem.v1.Admin"])
+        async with aio_channel(endpoint) as channel:
+
+            async def code_of(call: Any) -> grpc.StatusCode:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                return caught.value.code()
+
+            status = channel.unary_unary("/tandem.v1.Admin/Status")
+            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            assert await code_of(status(b"\xff\xff")) is grpc.StatusCode.UNAUTHENTICATED
+            mine = status(b"\xff\xff", metadata=token_metadata(SECRET))
+            assert await code_of(mine) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await code_of(watch(b"\xff\xff").read()) is grpc.StatusCode.INVALID_ARGUMENT
+        await server.stop()
+
+    run(main())
+    assert refused == ["unauthenticated", "malformed", "malformed"]
+    assert "Traceback" not in caplog.text
 
 
 def test_every_error_arrives_as_the_class_it_was() -> None:
