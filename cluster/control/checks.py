@@ -8,15 +8,19 @@ that does not load, a port taken a moment later) is found by the parts themselve
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import socket
 from pathlib import Path
 
+from kernels.model_info import fingerprint
 from protocol.config import PoolConfig, TandemConfig
 from protocol.errors import ConfigError
 from protocol.types import Mode
 from router.http_server import split_address
+
+_POSITIONS = ("max_position_embeddings", "n_positions")  # by family
 
 
 def on_this_machine(config: TandemConfig) -> bool:
@@ -44,7 +48,7 @@ def check_start(config: TandemConfig) -> None:
         )
     if not on_this_machine(config):
         return
-    _check_model(config.model.path)
+    check_model(config)
     addresses = {"router.http": config.router.http, "router.grpc": config.router.grpc}
     taken: dict[tuple[str, int], str] = {}
     for field, address in addresses.items():
@@ -53,6 +57,36 @@ def check_start(config: TandemConfig) -> None:
             raise ConfigError(f"{field}: {address} is {taken[host, port]} already", field=field)
         taken[host, port] = field
         _check_free(field, host, port, address)
+
+
+def missing_model(config: TandemConfig) -> str:
+    """What is wrong with the place where the model should be; empty when a model is there."""
+    folder = Path(config.model.path).expanduser()
+    if (folder / "config.json").is_file():
+        return ""
+    if folder.is_file():
+        fault = "a GGUF file" if folder.suffix == ".gguf" else "a file"
+    else:
+        fault = "has no config.json" if folder.is_dir() else "there is no such folder"
+    return f"model.path: {folder}: {fault}; it must be a Hugging Face model folder"
+
+
+def check_model(config: TandemConfig) -> None:
+    """Raise ``ConfigError`` for a model that no worker could load, as far as files tell at once.
+
+    ``field`` of the error is ``model.path`` when there is no model at all. What only transformers
+    knows (a family that is not supported) workers find: importing it takes seconds.
+    """
+    if missing := missing_model(config):
+        raise ConfigError(missing, field="model.path")
+    folder, asked = Path(config.model.path), config.model.max_model_len
+    fingerprint(folder)  # looks for the weights and reads the header of each file
+    own = _positions(folder)
+    if asked is not None and own is not None and asked > own:
+        raise ConfigError(
+            f"model.max_model_len: {asked} is longer than the {own} positions that {folder} knows",
+            field="model.max_model_len",
+        )
 
 
 def warnings(config: TandemConfig) -> tuple[str, ...]:
@@ -101,18 +135,15 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _check_model(path: str) -> None:
-    folder = Path(path)
-    if (folder / "config.json").is_file():
-        return
-    fault = "has no config.json" if folder.is_dir() else "there is no such folder"
-    hint = f"`tandem model fetch {folder.name}` gets a small one"
-    raise ConfigError(
-        f"model.path: {path}: {fault}; it must be a Hugging Face model folder ({hint})"
-        if folder.parent.name == "models"
-        else f"model.path: {path}: {fault}; it must be a Hugging Face model folder",
-        field="model.path",
-    )
+def _positions(folder: Path) -> int | None:
+    """How long a sequence the model was made for; None where its config does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        config = config.get("text_config") or config
+        found = next((config[k] for k in _POSITIONS if config.get(k) is not None), None)
+    except (OSError, ValueError, AttributeError) as e:
+        raise ConfigError(f"{folder / 'config.json'}: not readable: {e}") from None
+    return found if isinstance(found, int) else None
 
 
 def _check_free(field: str, host: str, port: int, address: str) -> None:

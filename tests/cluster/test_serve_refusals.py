@@ -22,7 +22,28 @@ def test_missing_model(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "models" / "nothing", "absent")
     line = refused(tmp_path, str(config))
     assert "model.path" in line and "no such folder" in line
-    assert "tandem model fetch" in line
+    assert "`tandem model fetch smollm2-135m` gets a small one" in line
+    assert "fetch nothing" not in line
+
+
+def test_a_model_without_weights(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text((model / "config.json").read_text())
+    config = write_config(tmp_path, tmp_path / "empty", "empty")
+    assert "no .safetensors weights" in refused(tmp_path, str(config))
+
+
+def test_longer_than_the_model(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, "long")
+    line = refused(tmp_path, str(config), "--set", "model.max_model_len=9999999")
+    assert "model.max_model_len: 9999999 is longer than the" in line
+
+
+def test_gguf_file(tmp_path: Path) -> None:
+    file = tmp_path / "weights.gguf"
+    file.write_bytes(b"GGUF")
+    line = refused(tmp_path, str(write_config(tmp_path, file, "gguf")))
+    assert f"{file}: a GGUF file; it must be a Hugging Face model folder" in line
 
 
 def test_unknown_key(tmp_path: Path) -> None:
