@@ -119,6 +119,12 @@ def dump_config(config: TandemConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+def dump_value(value: Any) -> str:
+    """One value as YAML writes it on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()
+
+
 def _scalar(text: str, origin: str) -> Any:
     try:
         return yaml.safe_load(text) if text.strip() else text

@@ -13,17 +13,25 @@ app = typer.Typer(help="Check, show and describe configurations.", no_args_is_he
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Override one value: section.key=value.")
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one value; repeatable.")
 ]
 
 
 @app.command()
 def check(file: ConfigFile, set_: SetOption = None) -> None:
-    """Say whether a file is valid; every fault with file, line, column and field."""
+    """Say whether a file is valid; every fault with file, line, column and field.
+
+    A model folder that is not on this machine is no fault of the file: it is noted on stderr, and
+    the exit code stays 0.
+    """
+    from cluster.cli.model_hint import fetch_hint
+    from cluster.control.checks import missing_model, on_this_machine
     from protocol.load import load_config
 
-    load_config(file, set_ or (), os.environ)
+    config = load_config(file, set_ or (), os.environ)
     typer.echo(f"{file}: valid")
+    if on_this_machine(config) and (missing := missing_model(config)):
+        typer.echo(f"note: {missing} ({fetch_hint(config.model.path)})", err=True)
 
 
 @app.command()
@@ -34,7 +42,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Print every value in force, defaults included."""
-    from protocol.load import dump_config, load_with_origins
+    from protocol.load import dump_config, dump_value, load_with_origins
 
     loaded = load_with_origins(file, set_ or (), os.environ)
     if origin:
@@ -43,9 +51,10 @@ def show(
         if as_json:
             typer.echo(json.dumps({k: {"value": v, "origin": o} for k, (v, o) in rows.items()}))
         else:
-            width = max(len(f"{k}: {v}") for k, (v, _) in rows.items())
-            for key, (value, source) in rows.items():
-                typer.echo(f"{f'{key}: {value}':<{width}}  # {source}")
+            lines = [(f"{k}: {dump_value(v)}", source) for k, (v, source) in rows.items()]
+            width = max(len(line) for line, _ in lines)
+            for line, source in lines:
+                typer.echo(f"{line:<{width}}  # {source}")
     elif as_json:
         typer.echo(loaded.config.model_dump_json())
     else:

@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.cli.config import SetOption
+
 if TYPE_CHECKING:
     from cluster.control.bringup import ClusterHandle
+    from cluster.control.readiness import Endpoints
+    from protocol.config import TandemConfig
 
 _WATCH_S = 2.0
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -27,9 +31,7 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 def serve(
     config: Annotated[Path, typer.Argument(help="The cluster's YAML file.", show_default=False)],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one value.")
-    ] = None,
+    set_: SetOption = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it serves; `tandem down` ends it.")
     ] = False,
@@ -41,14 +43,13 @@ def serve(
     from protocol.load import load_config
 
     loaded = load_config(config, set_ or (), os.environ)
-    from cluster.cli.serve_view import ProgressView, ready_json, ready_text
+    from cluster.cli.serve_view import ready_json, ready_text
     from cluster.control.bringup import ClusterHandle
 
     handle = ClusterHandle()
     with _signals_end(handle):
         try:
-            with ProgressView(sys.stderr) as view:
-                endpoints = handle.start(loaded, view.show)
+            endpoints = _start(handle, loaded)
             for warning in handle.warnings:
                 typer.echo(f"warning: {warning}", err=True)
             typer.echo(
@@ -60,12 +61,39 @@ def serve(
                 return
             _watch(handle)
         except KeyboardInterrupt:
-            if not handle.serving:  # the start has ended what it had started
-                raise
             typer.echo("ending the cluster (Ctrl-C again ends it at once)", err=True)
             typer.echo(f"ended: {', '.join(handle.stop('tandem serve ends'))}", err=True)
         finally:
             handle.close()
+
+
+def _start(handle: ClusterHandle, config: TandemConfig) -> Endpoints:
+    """Start with everything to be seen. An interrupted start ends what it had started."""
+    from cluster.cli.model_hint import fetch_hint
+    from cluster.cli.serve_view import ProgressView
+    from protocol.errors import ConfigError
+
+    ending = False
+
+    def failed(error: BaseException) -> None:
+        nonlocal ending
+        view.close()
+        if isinstance(error, KeyboardInterrupt):
+            ending = True
+            typer.echo("ending what was started (Ctrl-C again ends it at once)", err=True)
+
+    with ProgressView(sys.stderr) as view:
+        try:
+            return handle.start(config, view.show, failed)
+        except KeyboardInterrupt:
+            if ending:
+                typer.echo("ended", err=True)
+            raise typer.Exit(130) from None
+        except ConfigError as error:
+            if error.field != "model.path":
+                raise
+            hint = fetch_hint(config.model.path)
+            raise ConfigError(f"{error.message} ({hint})", field=error.field) from None
 
 
 def _watch(handle: ClusterHandle) -> None:

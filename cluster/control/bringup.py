@@ -35,6 +35,7 @@ from protocol.errors import ConfigError, TandemError, Unavailable, WrongState
 from protocol.status import ClusterStatus
 
 OnProgress = Callable[[Progress], None]
+OnFailure = Callable[[BaseException], None]
 
 _CONTROLLER_S = 60.0  # until the controller's process answers
 _ASK_S = 10.0
@@ -57,8 +58,15 @@ class ClusterHandle:
         self._ray_step = Step("ray", StepState.WAITING)
         self.warnings: tuple[str, ...] = ()
 
-    def start(self, config: TandemConfig, on_progress: OnProgress | None = None) -> Endpoints:
+    def start(
+        self,
+        config: TandemConfig,
+        on_progress: OnProgress | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> Endpoints:
         """Start everything and wait until it serves. Blocks; ``on_progress`` is called from here.
+
+        ``on_failure`` hears what went wrong once there is something to end, before it is ended.
 
         Raises ``ConfigError`` for what the user must change (port used, model missing, name in
         use), ``Unavailable`` when something did not come up; whatever was started has ended then.
@@ -67,13 +75,17 @@ class ClusterHandle:
             raise WrongState("this handle has a cluster already: stop it first")
         self._on_progress = on_progress or _ignore
         config = checks.with_real_paths(config)
+        # The name first: a second start of the same file would trip over the ports of the first.
+        old = self._refuse_second(config.name)
         checks.check_start(config)
         self.warnings = checks.warnings(config)
-        self._claim(config.name)
+        self._claim(config.name, old)
         try:
             self._open_ray(config)
             endpoints = self._bring_up(config)
-        except BaseException:
+        except BaseException as error:
+            if on_failure is not None:
+                on_failure(error)
             self.close()
             raise
         self._save(http=endpoints.http, grpc=endpoints.grpc)
@@ -82,13 +94,14 @@ class ClusterHandle:
     def stop(self, cause: str = "asked to stop") -> tuple[str, ...]:
         """End the cluster; says what it ended. May be called twice."""
         ended: tuple[str, ...] = ()
-        record, self._record = self._record, None
+        record = self._record  # kept until all has ended: ``force`` may come in between
         if self._session is not None and record is not None:
             ended = self._end_members(record.name, cause)
         if not self._keep_ray and self._end_ray():
             ended = (*ended, "Ray")
         if record is not None:
             records.forget(record.name)
+        self._record = None
         return ended
 
     def close(self) -> None:
@@ -112,10 +125,14 @@ class ClusterHandle:
             session.leave()
 
     def force(self) -> None:
-        """End the processes at once, in no order; for a user who has asked twice."""
-        if self._ray_record is not None:
-            end_ray(self._ray_record, grace_s=0.0)
-        if self._record is not None:
+        """End the processes at once, in no order; for a user who has asked twice.
+
+        On a Ray that is not ours the actors are left: the record stays, for ``tandem down``.
+        """
+        ray = self._ray_record
+        if ray is not None:
+            end_ray(ray, grace_s=0.0)
+        if self._record is not None and (ray is None or ray.owned):
             records.forget(self._record.name)
 
     def status(self) -> ClusterStatus:
@@ -149,8 +166,8 @@ class ClusterHandle:
 
     # --- start ---------------------------------------------------------------------------------
 
-    def _claim(self, name: str) -> None:
-        """Take the cluster's name on this machine, cleaning up after a crash."""
+    def _refuse_second(self, name: str) -> ClusterRecord | None:
+        """What is left of an earlier cluster of this name. Raises when that still runs."""
         old = records.load(name)
         if old is not None and (old.owner_alive or old.ray_alive):
             where = f" (http://{old.http})" if old.http else ""
@@ -159,6 +176,10 @@ class ClusterHandle:
                 f"`tandem down --name {name}` ends it, or set another name",
                 field="name",
             )
+        return old
+
+    def _claim(self, name: str, old: ClusterRecord | None) -> None:
+        """Take the cluster's name on this machine, cleaning up after a crash."""
         if old is not None and old.ray is not None:
             end_ray(old.ray)
         self._record = ClusterRecord(name, secrets.token_hex(32), owner=identify(os.getpid()))
@@ -202,7 +223,8 @@ class ClusterHandle:
             self._on_progress(Progress(steps))
             failed = [s for s in steps if s.state is StepState.FAILED]
             if failed:
-                raise Unavailable(f"{failed[0].name} did not start: {failed[0].detail}")
+                cause = " ".join(failed[0].detail.split())  # one sentence, whatever it was
+                raise Unavailable(f"{failed[0].name} did not start: {cause}")
             if progress.ready:
                 endpoints: Endpoints = self._ask("endpoints", _ASK_S)
                 return endpoints
@@ -233,10 +255,11 @@ class ClusterHandle:
 
     def _end_ray(self) -> bool:
         session, self._session = self._session, None
-        record, self._ray_record = self._ray_record, None
         if session is not None:
             session.leave()
-        return record is not None and end_ray(record) > 0
+        ended = self._ray_record is not None and end_ray(self._ray_record) > 0
+        self._ray_record = None
+        return ended
 
     # --- records and progress ------------------------------------------------------------------
 

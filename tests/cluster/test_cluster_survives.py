@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, environment, tandem, write_config
+from served import Served, environment, orphans, processes_of, tandem, title, write_config
 
-from cluster.control.processes import ProcessId, alive, marked
-from cluster.control.ray_session import MARK, RaySession, end_ray
+from cluster.control.processes import alive
+from cluster.control.ray_session import RaySession, end_ray, family
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -52,10 +53,6 @@ def state_of(served: Served) -> dict[str, tuple[str, int]]:
     return {w["worker_id"]: (w["state"], w["pid"]) for w in json.loads(done.stdout)["workers"]}
 
 
-def processes_of(record: dict[str, Any]) -> list[ProcessId]:
-    return list(marked(MARK, record["ray"]["mark"]))
-
-
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_a_killed_worker_is_replaced_and_the_cluster_serves_again(
     served: Served, victim: str
@@ -80,20 +77,13 @@ def test_a_killed_router_comes_back_on_the_same_port(home: Path, model: Path) ->
     cluster = Served(home, write_config(home, model, "reborn"))
     try:
         where = cluster.ready()
-        listening = [p for p in processes_of(cluster.record()) if "RouterActor" in _title(p)]
+        listening = [p for p in processes_of(cluster.record()) if "RouterActor" in title(p)]
         assert len(listening) == 1
         os.kill(listening[0].pid, signal.SIGKILL)
         cluster.said("router-0 lost")
         until(lambda: answers(where))
     finally:
         cluster.close()
-
-
-def _title(process: ProcessId) -> str:
-    try:
-        return Path(f"/proc/{process.pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def test_down_cleans_up_after_a_killed_serve(home: Path, model: Path) -> None:
@@ -121,7 +111,7 @@ def test_the_death_of_ray_ends_serve_with_a_sentence(home: Path, model: Path) ->
     try:
         cluster.ready()
         record = cluster.record()
-        (head,) = (p for p in processes_of(record) if "gcs_server" in _title(p))
+        (head,) = (p for p in processes_of(record) if "gcs_server" in title(p))
         os.kill(head.pid, signal.SIGKILL)
         assert cluster.process.wait(30) == 1
         cluster.said("Ray has died", 5)
@@ -145,18 +135,35 @@ def test_detach_returns_and_down_ends_it(home: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
-    [(signal.SIGTERM, "ray: loading"), (signal.SIGINT, "prefill-0: loading")],
+    ("number", "words", "sight"),
+    [
+        (signal.SIGTERM, "ray: loading", ""),
+        (signal.SIGINT, "ray: loading", "gcs_server"),
+        (signal.SIGINT, "ray: loading", "raylet/raylet"),
+        (signal.SIGINT, "ray: loading", "ray::DashboardAgent"),
+        (signal.SIGTERM, "ray: loading", "ray::RuntimeEnvAgent"),
+        (signal.SIGINT, "controller: loading", ""),
+        (signal.SIGINT, "prefill-0: loading", ""),
+    ],
 )
 def test_a_signal_during_the_start_leaves_nothing(
-    home: Path, model: Path, number: signal.Signals, words: str
+    home: Path, model: Path, number: signal.Signals, words: str, sight: str
 ) -> None:
+    """At moments of Ray's own start too: ``sight`` is who is seen among its processes then."""
+    strangers = orphans()
     cluster = Served(home, write_config(home, model, "early"))
     try:
         cluster.said(words)
-        until(lambda: cluster.record()["ray"])
+        until(lambda: cluster.record_file().exists() and cluster.record()["ray"])
+        until(lambda: any(sight in title(p) for p in processes_of(cluster.record())) or not sight)
         record = cluster.record()
         assert cluster.end(number) == 130
+        cluster.said("ended", 5)
+        assert [line for line in cluster.errors if "end" in line] == [
+            "ending what was started (Ctrl-C again ends it at once)",
+            "ended",
+        ]
+        assert not orphans() - strangers
         assert not processes_of(record)
         assert not Path(record["ray"]["folder"]).exists()
         assert not cluster.record_file().exists()
@@ -165,11 +172,13 @@ def test_a_signal_during_the_start_leaves_nothing(
 
 
 def test_a_model_that_does_not_load_is_one_sentence_and_leaves_nothing(
-    home: Path, tmp_path: Path
+    home: Path, model: Path, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "llama"}')
+    """Its headers are in order, so that only a worker finds what is wrong."""
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    content = json.loads((model / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8"}
+    (broken / "config.json").write_text(json.dumps(content))
     cluster = Served(home, write_config(home, broken, "broken"))
     try:
         cluster.said("ray: ready")
@@ -177,6 +186,7 @@ def test_a_model_that_does_not_load_is_one_sentence_and_leaves_nothing(
         assert cluster.process.wait(120) in (1, 2)
         errors = [line for line in cluster.errors if line.startswith("error:")]
         assert len(errors) == 1 and "did not start" in errors[0]
+        assert sum("quantised" in line for line in cluster.errors) == 1
         assert not processes_of(record)
         assert not cluster.record_file().exists()
     finally:
@@ -187,7 +197,7 @@ def test_another_ray_on_the_machine_is_untouched(
     served: Served, home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``served`` is the other one: a whole cluster comes and goes beside it."""
-    before = [p for p in processes_of(served.record()) if "ray::" not in _title(p)]
+    before = [p for p in processes_of(served.record()) if "ray::" not in title(p)]
     cluster = Served(home, write_config(home, model, "guest"))
     try:
         cluster.ready()
@@ -219,6 +229,6 @@ def test_a_cluster_in_a_ray_that_it_joined_leaves_that_ray_alone(
         finally:
             cluster.close()
         assert all(alive(p) for p in host.processes)
-        assert not [p for p in marked(MARK, host.mark) if "WorkerActor" in _title(p)]
+        assert not [p for p in family(host).members() if "WorkerActor" in title(p)]
     finally:
         end_ray(host)
