@@ -17,7 +17,10 @@ def down(
     name: Annotated[str | None, typer.Option(help="The cluster's name, without a file.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every cluster of this user.")] = False,
 ) -> None:
-    """Remove exactly this cluster's actors, and the Ray that was started for it."""
+    """Remove exactly this cluster's actors, and the Ray that was started for it.
+
+    Without a file or a name: the one cluster that runs.
+    """
     from cluster.control import records
     from cluster.control.teardown import take_down
     from protocol.errors import InvalidArgument
@@ -30,7 +33,11 @@ def down(
     elif config is not None:
         names = [load_config(config, (), os.environ).name]
     else:
-        raise InvalidArgument("which cluster? give its YAML file, --name NAME or --all")
+        names = [record.name for record in records.load_all()]
+        if len(names) > 1:
+            raise InvalidArgument(
+                f"several clusters run ({', '.join(names)}): give the YAML file, --name or --all"
+            )
     if not names:
         typer.echo("no cluster runs", err=True)
     for each in names:

@@ -92,7 +92,8 @@ def _table(found: ClusterStatus) -> str:
             load = w.load
             cells = [w.worker_id, w.role, w.state, load.running, load.waiting, load.transferring]
             cells.append(f"{load.total_pages - load.free_pages}/{load.total_pages}")
-            cells += [f"{load.step_s * 1000:.0f} ms", w.pid, *([w.endpoint] if wide else ())]
+            step = f"{load.step_s * 1000:.0f} ms" if load.step_s else "-"  # none has run yet
+            cells += [step, w.pid, *([w.endpoint] if wide else ())]
             workers.add_row(*map(str, cells))
         console.print(workers)
         for r in found.routers:

@@ -70,7 +70,7 @@ def write_config(folder: Path, model: Path, name: str, **sections: Any) -> Path:
 def processes_of(record: dict[str, Any]) -> list[ProcessId]:
     """Every process of a cluster's own Ray, its actors included."""
     ray = record["ray"]
-    known = frozenset(ProcessId(**p) for p in ray["processes"])
+    known = (ProcessId(**p) for p in ray["processes"])
     return list(
         family(RayRecord(ray["address"], True, ray["mark"], ray["folder"], known)).members()
     )
