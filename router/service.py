@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
+from protocol.errors import ContextLengthExceeded
 from protocol.types import Complete, Delta, Request
 from router.failures import Failures
 from router.params import Asked, Intake
@@ -20,6 +21,10 @@ from router.status import RouterStatus
 from router.text import IncrementalText
 
 LONG_PROMPT_CHARS = 4096  # above: encoding takes longer than a stream may be held up
+# Encoding takes some hundred bytes of memory per token: what no tokenizer could bring under the
+# context is refused unread, and only a few long prompts are encoded at a time.
+MOST_CHARS_PER_TOKEN = 128
+LONG_PROMPTS_AT_ONCE = 2
 
 
 class Codec(Protocol):
@@ -49,16 +54,19 @@ class InferenceService:
         self.codec = codec
         self.core = core
         self.failures = failures
+        self._encoding = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
     async def from_text(self, text: str, asked: Asked, field: str = "prompt") -> Request:
         """The request for a plain prompt. Raises as ``Intake.request``."""
         self.intake.check_values(asked)
+        self._check_length(len(text), field)
         tokens = await self.encode(text)
         return self.intake.request(asked, tokens, field)
 
     async def from_chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Request:
         """The request for a conversation. Raises as ``Intake.request``."""
         self.intake.check_values(asked)
+        self._check_length(_chars(messages), "messages")
         tokens = await self.encode_chat(messages)
         return self.intake.request(asked, tokens, "messages")
 
@@ -70,16 +78,31 @@ class InferenceService:
         """Token ids of a plain prompt."""
         if len(text) <= LONG_PROMPT_CHARS:
             return self.codec.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            self.codec.encode, text, add_special_tokens=add_special_tokens
-        )
+        async with self._encoding:
+            return await asyncio.to_thread(
+                self.codec.encode, text, add_special_tokens=add_special_tokens
+            )
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation by the model's chat template."""
-        if sum(len(message["content"]) for message in messages) <= LONG_PROMPT_CHARS:
+        if _chars(messages) <= LONG_PROMPT_CHARS:
             return self.codec.chat(messages)
-        return await asyncio.to_thread(self.codec.chat, messages)
+        async with self._encoding:
+            return await asyncio.to_thread(self.codec.chat, messages)
 
     def answer(self, request: Request) -> AsyncGenerator[Delta | Complete, None]:
         """The answer as it grows: ``Delta``s, then one ``Complete``. Close it to cancel."""
         return self.core.generate(request, self.codec.decoder_for(request))
+
+    def _check_length(self, n_chars: int, field: str) -> None:
+        context = self.intake.limits.max_model_len
+        if n_chars > context * MOST_CHARS_PER_TOKEN:
+            raise ContextLengthExceeded(
+                f"{field} has {n_chars} characters, more than this model's context of "
+                f"{context} tokens can ever hold",
+                field=field,
+            )
+
+
+def _chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(message["content"]) for message in messages)
