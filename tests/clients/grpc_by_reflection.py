@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 class ReflectedClient:
     """Calls methods by full name with plain keyword arguments."""
 
-    def __init__(self, address: str) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    def __init__(self, address: str, *more: tuple[str, int]) -> None:
+        """``more`` are further channel options."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0), *more]
         self.channel = grpc.insecure_channel(address, options=options)
         self._pool = descriptor_pool.DescriptorPool()
         self._known: set[str] = set()
