@@ -140,6 +140,9 @@ class LimitsConfig(Section):
         description="Largest request body. Parsing holds the interpreter: 8 MiB cost 0.5 s, in "
         "which no stream moves.",
     )
+    request_body_s: float = Field(
+        30, gt=0, description="Longest wait for a request's whole body, seconds; then 408."
+    )
 
 
 class RouterConfig(Section):

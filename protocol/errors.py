@@ -73,6 +73,13 @@ class RequestTooLarge(InvalidArgument):
     http_status = 413
 
 
+class RequestTooSlow(InvalidArgument):
+    """The request's body did not arrive in time."""
+
+    reason = "REQUEST_TOO_SLOW"
+    http_status = 408
+
+
 class NeverFits(InvalidArgument):
     """The request needs more KV pages than a worker has in all."""
 

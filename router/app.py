@@ -144,7 +144,7 @@ class RouterApp:
         core = self._core = self._build_core()
         failures = Failures(self.telemetry)
         service = InferenceService(self._intake, self._codec, core, failures)
-        limit = self._config.router.limits.max_request_bytes
+        limits = self._config.router.limits
         http_server = self._http = HttpServer(self._http_address)
         http = http_server.bind()
         wire = self._grpc = WireServer(
@@ -159,13 +159,14 @@ class RouterApp:
         self._admin = AdminProxy(self._secret, self._config.timing, failures)
         self._admin.add_to(wire.grpc)
         await self._admin.set_controller(self._controller)
-        InferenceFront(service, limit).add_to(wire.grpc)
+        InferenceFront(service, limits.max_request_bytes).add_to(wire.grpc)
         await wire.start((grpc_front.SERVICE, admin_proxy.SERVICE), serving=False)
         endpoints = OpenAIHttp(
             service,
             self._model,
             router_id=self._router_id,
-            max_request_bytes=limit,
+            max_request_bytes=limits.max_request_bytes,
+            request_body_s=limits.request_body_s,
             telemetry=self.telemetry,
             keepalive_s=self._keepalive_s,
         )

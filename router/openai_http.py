@@ -11,6 +11,7 @@ has begun becomes a JSON error with its HTTP status; an unknown exception become
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,7 +27,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.errors import Cancelled, InvalidArgument, RequestTooLarge, TandemError, Unavailable
+from protocol.errors import (
+    Cancelled,
+    InvalidArgument,
+    RequestTooLarge,
+    RequestTooSlow,
+    TandemError,
+    Unavailable,
+)
 from protocol.types import ModelInfo, Request
 from protocol.wire.telemetry import CONTENT_TYPE, Telemetry
 from router.failures import Failures
@@ -55,6 +63,7 @@ class OpenAIHttp:
         *,
         router_id: str,
         max_request_bytes: int,
+        request_body_s: float,
         telemetry: Telemetry,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
@@ -62,6 +71,7 @@ class OpenAIHttp:
         self._model = model
         self._router_id = router_id
         self._max_request_bytes = max_request_bytes
+        self._request_body_s = request_body_s
         self._telemetry = telemetry
         self._keepalive_s = keepalive_s
         self._started = int(time.time())
@@ -150,7 +160,14 @@ class OpenAIHttp:
         kind = http.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json":
             raise InvalidArgument(f"content-type must be application/json, not {kind}")
-        return parse_json(await _read(http, self._max_request_bytes))
+        try:
+            async with asyncio.timeout(self._request_body_s):
+                body = await _read(http, self._max_request_bytes)
+        except TimeoutError:
+            raise RequestTooSlow(
+                f"the body was not complete after {self._request_body_s:g} s"
+            ) from None
+        return parse_json(body)
 
     def _with_id(self, http: HttpRequest, asked: Asked) -> Asked:
         """Settle the request's id: the body's, or the drawn one.

@@ -38,7 +38,7 @@ def make_app(core: FakeCore, codec: ByteCodec, **more) -> RouterApp:
     """A router on free ports over ``core``."""
     config = TandemConfig.model_validate(
         {"model": {"path": "unused", "served_name": "tiny"}, "timing": {"heartbeat_s": 0.05}}
-        | {"router": {"limits": {"max_request_bytes": 100_000}}}
+        | {"router": {"limits": {"max_request_bytes": 100_000, "request_body_s": 1.0}}}
     )
     options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "keepalive_s": 0.2} | more
     return RouterApp(

@@ -266,6 +266,19 @@ def test_hanging_up_in_the_middle_of_the_request_is_harmless(served, http):
     assert http.get("/health").status_code == 200
 
 
+def test_a_body_that_never_comes_whole_ends_by_the_clock(served, http):
+    host, port = served.endpoints.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as half:
+        half.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b'content-length: 5000\r\n\r\n{"prompt": "'
+        )
+        answer = b"".join(iter(lambda: half.recv(1000), b""))  # until the server closes
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"not complete after 1 s" in answer
+    assert http.get("/health").status_code == 200
+
+
 def test_readiness_follows_the_dispatcher_and_health_does_not(served, http):
     assert http.get("/ready").json() == {"status": "ready", "detail": ""}
     served.core.ready = (True, "no prefill worker: prompts run on decode workers")
