@@ -86,9 +86,12 @@ def _start(handle: ClusterHandle, config: TandemConfig) -> Endpoints:
         try:
             return handle.start(config, view.show, failed)
         except KeyboardInterrupt:
-            if ending:
-                typer.echo("ended", err=True)
-            raise typer.Exit(130) from None
+            if not ending:  # nothing had been started
+                raise typer.Exit(130) from None
+            typer.echo("ended", err=True)
+            sys.stderr.flush()
+            # Ray's client, torn out of its start, crashes in the interpreter's own exit.
+            os._exit(130)
         except ConfigError as error:
             if error.field != "model.path":
                 raise
