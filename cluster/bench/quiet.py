@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-DISTURBED = 0.2  # of all cores; a quiet machine here shows a few percent
+# Of all cores. The arm that has just ended and Ray's own daemons account for up to a quarter of
+# two cores; a single busy program of somebody else's is half of them.
+DISTURBED = 0.35
 _SAMPLE_S = 1.0
 
 

@@ -81,11 +81,12 @@ def median(values: Iterable[float | None]) -> float | None:
 
 
 def median_gaps(runs: Sequence[Gaps]) -> Gaps:
-    """Each figure's median over repeats."""
+    """Each figure's median over repeats; a p99 only where every repeat has one."""
+    every_p99 = all(g.p99 is not None for g in runs)
     return Gaps(
         int(statistics.median([g.count for g in runs])),
         median(g.p50 for g in runs),
-        median(g.p99 for g in runs),
+        median(g.p99 for g in runs) if every_p99 else None,
         median(g.max for g in runs),
     )
 

@@ -51,8 +51,11 @@ def interference(
     from cluster.bench.report import as_json as report_of
     from cluster.bench.report import conclusion, table
     from cluster.bench.results import Workload
+    from protocol.errors import InvalidArgument
     from protocol.load import load_config
 
+    if set_ and config is None:
+        raise InvalidArgument("--set changes a configuration: name its file too", field="set")
     base = load_config(config, set_ or (), os.environ) if config else default_config(model)
     arms = make_arms(base, cores or usable_cores(), parse_budgets(budgets))
     workload = Workload(chats=chats, long_tokens=long_tokens)

@@ -7,6 +7,7 @@ line is a turn of one conversation, and the first failure ends the command.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,6 +34,12 @@ def chat(
     """Chat with a running server, streaming; reads a terminal or a pipe."""
     from cluster.cli.chat_session import ChatSession
 
+    if temperature is not None and not math.isfinite(temperature):
+        from protocol.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"temperature must be a finite number, not {temperature}", field="temperature"
+        )
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}
     session = ChatSession(url, model=model, system=system, options=given)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from protocol.wire.inference_client import GenerateCall
 
 CONNECT_S = 5.0
+_LONGEST_S = 86_400  # a day
 
 
 def generate(
@@ -44,6 +45,10 @@ def generate(
     from protocol.errors import InvalidArgument
     from protocol.wire.inference_client import GenerateCall
 
+    if timeout is not None and not 0 < timeout < _LONGEST_S:
+        raise InvalidArgument(
+            f"timeout must lie between 0 and {_LONGEST_S} seconds, not {timeout}", field="timeout"
+        )
     text = _stdin() if prompt == "-" else prompt
     try:
         text.encode("utf-8")

@@ -52,9 +52,7 @@ def serve(
             endpoints = _start(handle, loaded)
             for warning in handle.warnings:
                 typer.echo(f"warning: {warning}", err=True)
-            typer.echo(
-                ready_json(endpoints) if as_json else ready_text(endpoints, loaded, config, detach)
-            )
+            typer.echo(ready_json(endpoints) if as_json else ready_text(endpoints, loaded, detach))
             sys.stdout.flush()
             if detach:
                 handle.detach()

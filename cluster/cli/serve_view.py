@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -137,7 +136,7 @@ def _detail(step: Step, before: str = "") -> str:
     return f"{before}{step.detail}" if told else ""
 
 
-def ready_text(endpoints: Endpoints, config: TandemConfig, file: Path, detached: bool) -> str:
+def ready_text(endpoints: Endpoints, config: TandemConfig, detached: bool) -> str:
     """Where the cluster answers and what to try, for a person."""
     base = f"http://{endpoints.http}"
     body = json.dumps(
@@ -162,7 +161,7 @@ def ready_text(endpoints: Endpoints, config: TandemConfig, file: Path, detached:
         "",
     ]
     end = "runs on; end it with" if detached else "Ctrl-C ends everything; from elsewhere:"
-    lines.append(f"  {end} tandem down {file}")
+    lines.append(f"  {end} tandem down --name {endpoints.cluster}")
     return "\n".join(lines)
 
 

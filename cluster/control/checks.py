@@ -14,6 +14,7 @@ import os
 import socket
 from pathlib import Path
 
+from cluster.worker.clashes import refuse_clashes
 from kernels.model_info import fingerprint
 from protocol.config import PoolConfig, TandemConfig
 from protocol.errors import ConfigError
@@ -40,6 +41,7 @@ def with_real_paths(config: TandemConfig) -> TandemConfig:
 
 def check_start(config: TandemConfig) -> None:
     """Raise ``ConfigError`` with one sentence when this start cannot succeed."""
+    refuse_clashes()
     if config.kv.transport == "loopback" and config.mode is Mode.DISAGGREGATED:
         raise ConfigError(
             "kv.transport: loopback joins workers of one process, and here each has its own; "

@@ -25,6 +25,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from cluster.worker.clashes import refuse_clashes
 from cluster.worker.dialler import GrpcDialler
 from cluster.worker.effects import Effects, Routers
 from cluster.worker.engine import Engine, load_engine, use_threads
@@ -88,6 +89,7 @@ class WorkerProcess:
         """Bring the worker up. Raises ``ConfigError`` with one plain sentence."""
         if self._loop_thread is not None:
             raise WrongState(f"{self.options.worker_id} is started already")
+        refuse_clashes()
         use_threads(self.options.threads)
         self._engine = self._load_engine(self.options)
         self._pages = Pages(self._engine.pool.pages, self._engine.pool.geometry.page_size)

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from protocol.config import TimingConfig
-from protocol.errors import DeadlineExceeded, TandemError, Unavailable
+from protocol.errors import DeadlineExceeded, InvalidArgument, TandemError, Unavailable
 from protocol.types import Complete, Delta
 from protocol.wire import inference_pb2 as pb
 from protocol.wire.channel import aio_channel, from_rpc_error
@@ -49,13 +49,16 @@ class GenerateCall:
     ignore_eos: bool = False
 
     def to_wire(self) -> pb.GenerateRequest:
-        """This call as protobuf; unset optional fields stay unset."""
-        optional = {
-            name: value
-            for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "text")
-            if (value := getattr(self, name)) is not None
-        }
-        request = pb.GenerateRequest(stop=self.stop, ignore_eos=self.ignore_eos, **optional)
+        """This call as protobuf; unset optional fields stay unset. Raises ``InvalidArgument``."""
+        request = pb.GenerateRequest(stop=self.stop, ignore_eos=self.ignore_eos)
+        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "text"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                setattr(request, name, value)
+            except ValueError:  # more digits than the field has
+                raise InvalidArgument(f"{name} is out of range: {value}", field=name) from None
         if self.messages is not None:
             request.chat.messages.extend(
                 pb.ChatMessage(role=role, content=content) for role, content in self.messages

@@ -68,9 +68,11 @@ def test_p99_needs_enough_gaps():
     assert summarize([]) == Gaps(0, None, None, None)
 
 
-def test_medians_over_repeats_ignore_what_was_not_measured():
-    runs = [Gaps(3, 1.0, None, 5.0), Gaps(3, 3.0, 9.0, 7.0), Gaps(5, 2.0, None, 6.0)]
+def test_medians_over_repeats_and_a_p99_only_where_every_repeat_has_one():
+    runs = [Gaps(3, 1.0, 8.0, 5.0), Gaps(3, 3.0, 9.0, 7.0), Gaps(5, 2.0, 10.0, 6.0)]
     assert median_gaps(runs) == Gaps(3, 2.0, 9.0, 6.0)
+    runs[0] = Gaps(3, 1.0, None, 5.0)
+    assert median_gaps(runs) == Gaps(3, 2.0, None, 6.0)
     assert median_gaps([Gaps(0, None, None, None)]) == Gaps(0, None, None, None)
 
 

@@ -15,6 +15,8 @@ from cluster.control import records
 from cluster.control.bringup import ClusterHandle
 from cluster.control.processes import identify
 from cluster.control.records import ClusterRecord, RayRecord
+from cluster.worker.clashes import refuse_clashes
+from protocol.errors import ConfigError
 from protocol.status import ClusterStatus, WorkerStatus
 from protocol.types import Mode, Role, WorkerLoad
 
@@ -175,3 +177,29 @@ def test_force_keeps_the_record_of_actors_on_a_ray_that_is_not_ours(state):
         handle._take_ray_record(RayRecord("h:1", owned))
         handle.force()
         assert bool(records.load("one")) is not owned
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["chat", "--temperature", "nan"], "temperature must be a finite number, not nan"),
+        (["generate", "x", "--timeout", "nan"], "timeout must lie between 0"),
+        (["generate", "x", "--timeout", "-1"], "timeout must lie between 0"),
+        (["bench", "interference", "--set", "name=x"], "--set changes a configuration"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(line, words, capsys):
+    assert run(line) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: ") and words in err and "Traceback" not in err
+
+
+def test_a_foreign_package_of_our_name_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    refuse_clashes()
+    info = tmp_path / "kernels-0.18.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"kernels 0\.18\.1 .*pip uninstall kernels"):
+        refuse_clashes()
