@@ -55,17 +55,20 @@ def _round(value: float | None, digits: int = 1) -> float | None:
 
 
 def table(results: Sequence[ArmResult]) -> Table:
-    """One row per arm; milliseconds, as p50 / p99 / max."""
+    """One row per arm, within 80 columns: gaps as p50/p99/max and the long prompt's TTFT in
+    milliseconds, the chats' tokens per second."""
     out = Table(
         title="Gaps between a chat's tokens around one long prompt (p50/p99/max, ms)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     out.add_column("arm", no_wrap=True)
     for name in WINDOWS:
         out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("long TTFT", justify="right", no_wrap=True)
-    out.add_column("chat tok/s", justify="right", no_wrap=True)
+    out.add_column("TTFT", justify="right", no_wrap=True)
+    out.add_column("tok/s", justify="right", no_wrap=True)
     for result in results:
         gaps = result.gaps()
         cells = ["/".join(map(_cell, (g.p50, g.p99, g.max))) for g in map(gaps.get, WINDOWS) if g]

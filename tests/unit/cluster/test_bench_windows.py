@@ -1,19 +1,22 @@
 """The interference figures: window rules, medians, the report's shape and its picture."""
 
+import io
 import json
 import re
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
 from cluster.bench.arms import default_config, make_arms, parse_budgets
 from cluster.bench.picture import page
 from cluster.bench.progress import StartLines
 from cluster.bench.quiet import busy_share
-from cluster.bench.report import as_json, conclusion
+from cluster.bench.report import as_json, conclusion, table
 from cluster.bench.results import ArmResult, Run, Stream, Workload
 from cluster.bench.windows import (
     MIN_GAPS_FOR_P99,
+    WINDOWS,
     Gaps,
     Marks,
     median_gaps,
@@ -162,6 +165,14 @@ def test_a_start_speaks_when_a_step_is_ready_and_while_it_waits():
     lines.show(Progress((Step("decode-0", StepState.READY),)))
     lines.show(Progress((Step("decode-0", StepState.READY),)))
     assert said == ["waiting for decode-0 (loading)", "decode-0 is ready"]
+
+
+def test_table_is_whole_in_80_columns(results, monkeypatch):
+    monkeypatch.setattr(ArmResult, "gaps", lambda _: dict.fromkeys(WINDOWS, Gaps(9, 1e3, 2e3, 3e3)))
+    out = io.StringIO()
+    Console(file=out, width=80).print(table(results))
+    assert "…" not in out.getvalue()
+    assert out.getvalue().count("1000/2000/3000") == 3 * len(results)
 
 
 class Outline(HTMLParser):
