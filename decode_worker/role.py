@@ -185,13 +185,12 @@ class DecodeRole:
         items: dict[str, list[TokenItem]] = {}
         ended: list[Leg] = []
         effects: list[Effect] = []
-        for row in plan.rows:
+        for row, got in zip(plan.rows, result.rows, strict=True):
             leg = self._in_step(row.ticket_id)
             if leg.outcome is not None:
                 effects += self._tickets.finish(leg, now)
                 continue
-            error = result.failed.get(row.ticket_id)
-            tokens = result.tokens.get(row.ticket_id)
+            error, tokens = got.error, got.tokens
             if error is None and row.sample is not None and not tokens:
                 error = InternalError(f"the step gave no token for {row.ticket_id}").info()
             if error is not None:

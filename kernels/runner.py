@@ -23,8 +23,8 @@ from kernels.attention_op import BACKENDS, PagedStep
 from kernels.batch import pack
 from kernels.model import LoadedModel, forward
 from kernels.sampling import Draw, sample
-from protocol.errors import ErrorInfo, InternalError
-from protocol.step import StepResult, StepRow
+from protocol.errors import InternalError
+from protocol.step import RowResult, StepResult, StepRow
 from protocol.types import SamplingParams, TicketId
 
 
@@ -74,19 +74,17 @@ class Runner:
             logits_to_keep=batch.sampled_at,
             tandem_step=PagedStep(self._kv, plan, self._backend.declaration.name),
         )
-        tokens: dict[TicketId, tuple[int, ...]] = {}
-        failed: dict[TicketId, ErrorInfo] = {}
+        results = [RowResult()] * len(rows)
         if batch.sampled:
             sampled = [rows[r] for r in batch.sampled]
             draws = [Draw(row.sample, row.token_index) for row in sampled if row.sample]
-            for row, token in zip(sampled, sample(logits_SV, draws), strict=True):
+            for r, token in zip(batch.sampled, sample(logits_SV, draws), strict=True):
                 if token is None:
-                    failed[row.ticket_id] = InternalError(
-                        f"the model's output for {row.ticket_id} is not finite"
-                    ).info()
+                    what = f"the model's output for {rows[r].ticket_id} is not finite"
+                    results[r] = RowResult(error=InternalError(what).info())
                 else:
-                    tokens[row.ticket_id] = (token,)
-        return StepResult(tokens, failed, time.perf_counter() - started)
+                    results[r] = RowResult((token,))
+        return StepResult(tuple(results), time.perf_counter() - started)
 
     def warm_up(self) -> None:
         """Run each kind of row once, so that the first request does not pay for it.

@@ -176,13 +176,12 @@ class PrefillRole:
         self._step_s = _average(self._step_s, seconds)
         self._token_s = _average(self._token_s, seconds / plan.n_tokens)
         effects: list[Effect] = []
-        for row in plan.rows:
+        for row, got in zip(plan.rows, result.rows, strict=True):
             leg = self._legs[row.ticket_id]
             if leg.outcome is not None:
                 effects += self._finish(leg)
                 continue
-            error = result.failed.get(row.ticket_id)
-            tokens = result.tokens.get(row.ticket_id)
+            error, tokens = got.error, got.tokens
             if error is None and row.sample is not None and not tokens:
                 error = InternalError(f"the step gave no token for {row.ticket_id}").info()
             if error is not None:

@@ -20,6 +20,7 @@ from protocol.types import (
     StageTiming,
     Ticket,
     TicketId,
+    TokenLogprobs,
     WorkerLoad,
 )
 
@@ -79,7 +80,10 @@ class Reserved:
 class TokenItem:
     """New tokens of one choice. ``index`` is the sequence number of the first, from 0.
 
-    ``finish_reason`` is set on the choice's last item only.
+    ``finish_reason`` is set on the choice's last item only. ``logprobs`` has one entry per token
+    if the request asked for them. The first item of each choice also carries ``cached_tokens``,
+    the prompt tokens that nobody computed for this ticket, and ``prompt_logprobs``, if asked for,
+    one per prompt token from the second on.
     """
 
     ticket_id: TicketId
@@ -87,6 +91,9 @@ class TokenItem:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +179,9 @@ class Announce:
 class Commit:
     """Everything is sent. The receiver seals only when counts and checksums agree.
 
-    ``first_tokens`` holds one token per choice; ``checksums`` one per segment, of the wire bytes.
+    ``first_tokens`` holds one token per choice, ``logprobs`` as many if they were asked for;
+    ``checksums`` one per segment, of the wire bytes. ``cached_tokens`` and ``prompt_logprobs``:
+    see ``TokenItem``.
     """
 
     ticket_id: TicketId
@@ -180,6 +189,9 @@ class Commit:
     n_pages: int
     n_bytes: int
     checksums: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

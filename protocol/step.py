@@ -10,9 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from protocol.errors import ErrorInfo, InternalError
-from protocol.types import SamplingParams, Ticket, TicketId
+from protocol.types import SamplingParams, Ticket, TicketId, TokenLogprobs
 
 MAX_OVERTAKES = 8
 
@@ -23,7 +24,14 @@ class StepRow:
 
     ``tokens`` (at least one) are computed at positions ``start .. start + len(tokens) - 1``;
     ``pages`` cover every position from 0 to the last of them. ``sample`` set means: draw the
-    token that follows the last one; it will have index ``token_index`` within the answer.
+    token that follows the last one, once for each of ``choices``; it will have index
+    ``token_index`` within the answer.
+
+    ``history`` is the whole sequence, prompt (its first ``n_prompt`` tokens) and answer, up to and
+    including the last computed token at least; penalties, grammars and prompt logprobs are
+    functions of it, so that a sequence goes on anywhere with nothing else. It is read during the
+    step only, never changed. ``prompt_logprobs`` k asks for the logprobs of the prompt tokens that
+    follow each computed one.
     """
 
     ticket_id: TicketId
@@ -32,15 +40,43 @@ class StepRow:
     pages: Sequence[int]
     sample: SamplingParams | None = None
     token_index: int = 0
+    choices: tuple[int, ...] = (0,)
+    history: Sequence[int] = ()
+    n_prompt: int = 0
+    prompt_logprobs: int | None = None
+
+
+class CopyKind(StrEnum):
+    """Between which memories a page is copied; the pool is the device's."""
+
+    WITHIN = "within"  # pool to pool: a fork's partly filled page
+    TO_HOST = "to_host"  # a preempted sequence leaves
+    FROM_HOST = "from_host"  # and comes back
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """One page copied before the step's rows run. Host pages are numbered by themselves."""
+
+    kind: CopyKind
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. ``advance`` is in running order; ``reasons`` says why others were passed over."""
+    """One step. ``advance`` is in running order; ``reasons`` says why others were passed over.
+
+    ``advance`` counts a ticket's tokens over all its rows (choices). ``copies`` are carried out
+    in order, before the rows; a plan may consist of copies alone. ``repeats`` is how many further
+    steps the plan stays the same, each row one token further, if no event arrives.
+    """
 
     advance: Mapping[TicketId, int]
     rows: tuple[StepRow, ...]
     reasons: Mapping[TicketId, str] = field(default_factory=dict)
+    copies: tuple[PageCopy, ...] = ()
+    repeats: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -49,14 +85,25 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step produced: for every row that sampled, one token per choice.
+class RowResult:
+    """What one row produced.
 
-    ``failed`` names rows whose logits were not finite; they have no entry in ``tokens``.
+    ``tokens`` has one token per choice if the row sampled, ``logprobs`` as many if it asked for
+    them. ``prompt_logprobs`` belong to the prompt tokens at positions ``start + 1`` and on.
+    ``error`` set (logits that are not finite, a grammar without a way on) means none of it is.
     """
 
-    tokens: Mapping[TicketId, tuple[int, ...]]
-    failed: Mapping[TicketId, ErrorInfo] = field(default_factory=dict)
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced, row by row in the plan's order; ``seconds`` is the device's time."""
+
+    rows: tuple[RowResult, ...]
     seconds: float = 0.0
 
 

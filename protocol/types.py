@@ -57,13 +57,37 @@ class TicketId:
         return f"{self.request_id}#{self.attempt}"
 
 
+class GrammarKind(StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; the text is empty
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICE = "choice"  # a JSON list of strings
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer's text must match."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn and when an answer ends.
 
-    ``temperature`` 0 is greedy. ``top_p`` 1 and ``top_k`` 0 keep every candidate. ``seed`` is
-    always set: the router draws one when the client gives none. ``max_tokens`` counts every
-    output token, the first one included, whichever worker sampled it.
+    ``temperature`` 0 is greedy. ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 keep every candidate.
+    ``seed`` is always set: the router draws one when the client gives none. ``max_tokens`` counts
+    every output token, the first one included, whichever worker sampled it.
+
+    Presence and frequency penalties look at output tokens, the repetition penalty at the prompt's
+    too. ``logit_bias`` is added to the raw logits. No end-of-sequence and no ``stop_token_ids``
+    token is drawn before ``min_tokens`` output tokens. ``logprobs`` k asks for the logprob of each
+    output token and of the k likeliest, by the raw distribution; None for none at all;
+    ``prompt_logprobs`` is the same for the prompt.
     """
 
     max_tokens: int
@@ -72,6 +96,29 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's natural-log probability in the model's raw distribution, and the likeliest ones.
+
+    ``rank`` is 1 for the likeliest token. ``top`` holds (token id, logprob), likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 from cluster.worker.engine import Engine
 from cluster.worker.options import WorkerOptions
 from kv_transfer.pool import KvPool
-from protocol.step import StepPlan, StepResult
-from protocol.types import KvGeometry, ModelInfo, TicketId
+from protocol.step import RowResult, StepPlan, StepResult
+from protocol.types import KvGeometry, ModelInfo
 
 VOCAB = 997
 MAX_LEN = 512
@@ -69,11 +69,12 @@ class EchoModel:
             self.entered.set()
             if not self.gate.wait(30):
                 raise RuntimeError("nobody opened the gate")
-            tokens: dict[TicketId, tuple[int, ...]] = {}
+            results: list[RowResult] = []
             for row in plan.rows:
                 for i, token in enumerate(row.tokens, row.start):
                     pool.tensor[row.pages[i // size], :, :, i % size] = token + 1
                 self.tokens_computed += len(row.tokens)
+                results.append(RowResult())
                 if row.sample is None:
                     continue
                 end = row.start + len(row.tokens)
@@ -83,8 +84,8 @@ class EchoModel:
                     low, high = float(place.min()), float(place.max())
                     # Every layer, half and element must agree, or the page is not what it says.
                     total += (i + 1) * int(low) if low == high else -1
-                tokens[row.ticket_id] = (total % VOCAB,)
-            return StepResult(tokens)
+                results[-1] = RowResult((total % VOCAB,))
+            return StepResult(tuple(results))
 
         return run
 

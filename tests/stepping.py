@@ -52,7 +52,8 @@ class Sequence:
 def step(runner: Runner, advance: dict[Sequence, int]) -> None:
     rows = [s.row(n) for s, n in advance.items()]
     result = runner.run(rows)
-    assert not result.failed and result.seconds > 0
-    for s, row in zip(advance, rows, strict=True):
+    assert result.seconds > 0
+    for s, row, got in zip(advance, rows, result.rows, strict=True):
+        assert got.error is None
         s.done += len(row.tokens)
-        s.tokens += result.tokens.get(s.id, ())
+        s.tokens += got.tokens

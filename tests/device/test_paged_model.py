@@ -16,7 +16,7 @@ from cluster.bench.agreement import agree
 from kernels.model import LoadedModel, load_model
 from kernels.runner import Runner
 from protocol.errors import InternalError
-from protocol.step import StepRow
+from protocol.step import RowResult, StepRow
 from protocol.types import SamplingParams, TicketId
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2")
@@ -112,9 +112,9 @@ def test_a_row_with_nan_fails_alone_and_stays_in_its_pages(root: Path) -> None:
     runner.poison([4])
     rows = [bad.row(1), good.row(1), twin.row(1)]
     result = runner.run(rows)
-    assert set(result.failed) == {bad.id}
-    assert result.failed[bad.id].reason == "INTERNAL" and "bad" in result.failed[bad.id].message
-    assert result.tokens[good.id] == result.tokens[twin.id]
+    failed, lived, lived_too = result.rows
+    assert failed.error and failed.error.reason == "INTERNAL" and "bad" in failed.error.message
+    assert lived.error is None and lived.tokens == lived_too.tokens != ()
 
 
 def test_poisoned_pages_do_not_leak_into_their_next_owner(root: Path) -> None:
@@ -130,7 +130,7 @@ def test_poisoned_pages_do_not_leak_into_their_next_owner(root: Path) -> None:
 def test_step_that_samples_nothing(root: Path) -> None:
     _, model = _model(root, "llama")
     result = new_runner(model).run([StepRow(TicketId("a"), [5, 6], 0, [0])])
-    assert result.tokens == {} and result.failed == {}
+    assert result.rows == (RowResult(),)
 
 
 def test_warm_up_works_on_one_page(root: Path) -> None:

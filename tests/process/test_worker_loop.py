@@ -139,7 +139,7 @@ def test_events_arrive_while_a_step_runs_and_a_new_one_starts_after_it() -> None
         running.set()
         assert go_on.wait(WAIT_S)
         ran.release()
-        return StepResult({})
+        return StepResult(())
 
     with bench.engine(run):
         bench.host.submit(beat())
@@ -162,7 +162,7 @@ def test_a_step_that_raises_fails_with_an_id_and_the_engine_goes_on(caplog) -> N
     def run(plan: StepPlan) -> StepResult:
         if not bench.role.errors:
             raise ValueError("secret details")
-        return StepResult({})
+        return StepResult(())
 
     with bench.engine(run):
         bench.host.submit(beat())
@@ -198,7 +198,7 @@ def test_a_step_without_end_is_not_healthy_by_the_workers_own_clock() -> None:
     def run(plan: StepPlan) -> StepResult:
         running.set()
         assert go_on.wait(WAIT_S)
-        return StepResult({})
+        return StepResult(())
 
     with bench.engine(run):
         bench.host.submit(beat())
@@ -229,7 +229,7 @@ def test_a_role_that_raises_is_reported_and_later_events_still_arrive(caplog) ->
 def test_an_idle_worker_checks_its_pages_and_says_what_is_wrong() -> None:
     bench = Bench()
     bench.role.integrity = "pages: 3 free + 1 bound, 5 in all"
-    with bench.engine(lambda plan: StepResult({})):
+    with bench.engine(lambda plan: StepResult(())):
         bench.clock.now = 1.0
         bench.host.submit(beat())
         with bench.host.lock:

@@ -51,7 +51,7 @@ from protocol.messages import (
     Tokens,
 )
 from protocol.role import RoleOptions
-from protocol.step import StepPlan, StepResult
+from protocol.step import RowResult, StepPlan, StepResult
 from protocol.types import FinishReason, Outcome, Peer, Ticket, TicketId
 
 
@@ -272,21 +272,23 @@ class World:
 
     def _compute(self, worker: Worker, plan: StepPlan) -> StepResult:
         size = worker.pages.page_size
-        tokens: dict[TicketId, tuple[int, ...]] = {}
-        failed: dict[TicketId, ErrorInfo] = {}
+        results: list[RowResult] = []
         for row in plan.rows:
             for i, token in enumerate(row.tokens, row.start):
                 worker.memory[row.pages[i // size]][i % size] = (i, token)
             if row.sample is None:
+                results.append(RowResult())
                 continue
             end = row.start + len(row.tokens)
             cells = [worker.memory[row.pages[i // size]][i % size] for i in range(end)]
             assert [c and c[0] for c in cells] == list(range(end)), f"{row.ticket_id}: foreign KV"
             if self.random.random() < self.chances.row_fails:
-                failed[row.ticket_id] = ErrorInfo("INTERNAL", "logits are not finite")
+                nan = ErrorInfo("INTERNAL", "logits are not finite")
+                results.append(RowResult(error=nan))
             else:
-                tokens[row.ticket_id] = (next_token(tuple(c[1] for c in cells), row.sample.seed),)
-        return StepResult(tokens, failed, 0.0)
+                token = next_token(tuple(c[1] for c in cells), row.sample.seed)
+                results.append(RowResult((token,)))
+        return StepResult(tuple(results))
 
     # --- routers ------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from protocol.messages import (
     Tokens,
 )
 from protocol.role import RoleOptions
-from protocol.step import StepResult
+from protocol.step import RowResult, StepResult
 from protocol.types import Peer, SamplingParams, Ticket, TicketId
 
 ME = Peer("decode-0", "inc-d", "d:1")
@@ -89,10 +89,10 @@ def items(effects: Iterable[Effect]) -> list[TokenItem]:
 def step(role: DecodeRole, *tokens: int, now: float = 0.0) -> list[Effect]:
     plan = role.plan(now)
     assert plan is not None
-    rows = [row for row in plan.rows if row.sample is not None]
-    values = [(t,) for t in tokens] or [(7,)] * len(rows)
-    pairs = zip((row.ticket_id for row in rows), values, strict=True)
-    return role.step_done(StepResult(dict(pairs)), now)
+    sampled = [row for row in plan.rows if row.sample is not None]
+    values = iter(tokens or [7] * len(sampled))
+    rows = tuple(RowResult((next(values),)) if row.sample else RowResult() for row in plan.rows)
+    return role.step_done(StepResult(rows), now)
 
 
 def grant(role: DecodeRole, t: Ticket, now: float = 0.0) -> list[Effect]:

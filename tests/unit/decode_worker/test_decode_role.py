@@ -45,7 +45,7 @@ from protocol.messages import (
     Tokens,
     Window,
 )
-from protocol.step import StepResult
+from protocol.step import RowResult, StepResult
 from protocol.types import FinishReason, Outcome, Peer, SamplingParams, Ticket, TicketId
 
 
@@ -71,7 +71,7 @@ def test_the_whole_way_of_a_remote_ticket() -> None:
     assert plan is not None
     row = plan.rows[0]
     assert (list(row.tokens), row.start, row.token_index, len(row.pages)) == ([5], 10, 1, 3)
-    assert items(role.step_done(StepResult({Q: (6,)}), 3.1)) == [TokenItem(Q, 1, (6,))]
+    assert items(role.step_done(StepResult((RowResult((6,)),)), 3.1)) == [TokenItem(Q, 1, (6,))]
     for index in (2, 3, 4):
         assert items(step(role, 8)) == [TokenItem(Q, index, (8,))]
     effects = step(role, 9, now=4.0)
@@ -106,7 +106,7 @@ def test_a_local_prompt_is_computed_here_beside_running_decodes() -> None:
     plan = role.plan(0.0)
     assert plan is not None
     assert dict(plan.advance) == {Q: 1, TicketId("local"): 11}
-    role.step_done(StepResult({Q: (6,)}), 0.0)
+    role.step_done(StepResult((RowResult((6,)), RowResult())), 0.0)
     effects = step(role, 6, 7)
     (message,) = said(effects, Tokens)
     assert isinstance(message, Tokens)  # one message for all tokens of one router
@@ -200,7 +200,7 @@ def test_stop_ends_the_choice_with_what_was_before() -> None:
     hand_over(role, ticket())
     assert role.plan(0.0) is not None
     assert done(role.handle(FromRouter("r", Stop(Q, 1)), 0.0)) == []  # the step still runs
-    effects = role.step_done(StepResult({Q: (6,)}), 0.0)
+    effects = role.step_done(StepResult((RowResult((6,)),)), 0.0)
     assert items(effects) == [] and [d.outcome for d in done(effects)] == [Outcome.OK]
     assert isinstance(role.handle(FromRouter("r", Stop(Q, 1)), 0.0)[0], Count)
     home(role)
@@ -212,7 +212,7 @@ def test_a_cancel_in_a_step_keeps_the_pages_until_the_step_has_ended() -> None:
     assert role.plan(0.0) is not None
     assert role.handle(FromRouter("r", Cancel(Q, "gone")), 0.0) == []
     assert role.load(0.0).free_pages == 8
-    assert [d.outcome for d in done(role.step_done(StepResult({Q: (6,)}), 0.0))] == [
+    assert [d.outcome for d in done(role.step_done(StepResult((RowResult((6,)),)), 0.0))] == [
         Outcome.CANCELLED
     ]
     home(role)
@@ -224,7 +224,7 @@ def test_a_failed_row_fails_alone() -> None:
     hand_over(role, ticket(id_=TicketId("p")))
     assert role.plan(0.0) is not None
     nan = ErrorInfo("INTERNAL", "not finite")
-    effects = role.step_done(StepResult({TicketId("p"): (1,)}, {Q: nan}), 0.0)
+    effects = role.step_done(StepResult((RowResult(error=nan), RowResult((1,)))), 0.0)
     assert [(d.ticket_id, d.error) for d in done(effects)] == [(Q, nan)]
     assert items(effects) == [TokenItem(TicketId("p"), 1, (1,))]
     assert role.plan(0.0) is not None
@@ -267,7 +267,7 @@ def test_everyone_who_is_passed_over_has_a_reason() -> None:
 def test_misuse_by_the_runtime_raises() -> None:
     role = make()
     with pytest.raises(InternalError):
-        role.step_done(StepResult({}), 0.0)
+        role.step_done(StepResult(()), 0.0)
     hand_over(role, ticket())
     role.plan(0.0)
     with pytest.raises(InternalError):

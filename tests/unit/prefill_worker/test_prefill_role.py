@@ -38,7 +38,7 @@ from protocol.messages import (
     Window,
 )
 from protocol.role import RoleOptions
-from protocol.step import StepPlan, StepResult
+from protocol.step import RowResult, StepPlan, StepResult
 from protocol.types import Outcome, Peer, SamplingParams, Ticket, TicketId
 
 ME = Peer("prefill-0", "inc-p", "p:1")
@@ -90,7 +90,7 @@ def step(role: PrefillRole, now: float = 0.0, token: int = 42) -> list[Effect]:
 
 
 def result(plan: StepPlan, token: int = 42) -> StepResult:
-    return StepResult({r.ticket_id: (token,) for r in plan.rows if r.sample is not None})
+    return StepResult(tuple(RowResult((token,) if r.sample else ()) for r in plan.rows))
 
 
 def done(effects: Iterable[Effect]) -> list[Done]:
@@ -314,7 +314,7 @@ def test_a_failed_row_fails_alone_and_a_failed_step_fails_its_rows() -> None:
     open_(role, ticket(4, id_=TicketId("p")))
     assert role.plan(0.0) is not None
     nan = ErrorInfo("INTERNAL", "not finite")
-    effects = role.step_done(StepResult({TicketId("p"): (1,)}, {Q: nan}), 0.0)
+    effects = role.step_done(StepResult((RowResult(error=nan), RowResult((1,)))), 0.0)
     assert [(d.ticket_id, d.error) for d in done(effects)] == [(Q, nan)]
     open_(role, ticket(4, id_=TicketId("z")))
     assert role.plan(0.0) is not None
@@ -350,7 +350,7 @@ def test_early_sealed_and_a_foreign_peer_are_counted() -> None:
 def test_misuse_by_the_runtime_raises() -> None:
     role = make()
     with pytest.raises(InternalError):
-        role.step_done(StepResult({}), 0.0)
+        role.step_done(StepResult(()), 0.0)
     open_(role, ticket())
     role.plan(0.0)
     with pytest.raises(InternalError):
