@@ -7,16 +7,18 @@ A ``LoadedModel`` lives as long as its worker process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from kernels.attention import Needs
 from kernels.attention_op import NAME
 from kernels.model_info import Described, describe, fingerprint
+from kernels.parallel import RankPlace, check_divisible
 from kernels.probe import probe, reason
 from protocol.errors import ConfigError
 from protocol.types import KvGeometry, ModelInfo
@@ -31,10 +33,12 @@ class LoadedModel:
     needs: Needs
     described: Described
     fingerprint: str
+    ranks: int = 1
 
     def geometry(self, page_size: int) -> KvGeometry:
-        """The KV cache's shape with pages of ``page_size`` tokens."""
-        return self.described.geometry(page_size)
+        """The shape of this rank's part of the KV cache, with pages of ``page_size`` tokens."""
+        whole = self.described.geometry(page_size)
+        return replace(whole, kv_heads=whole.kv_heads // self.ranks)
 
     def info(self, page_size: int) -> ModelInfo:
         """What router and peers must agree on; equals ``read_model_info`` of the folder."""
@@ -43,7 +47,7 @@ class LoadedModel:
             vocab_size=self.described.vocab_size,
             max_model_len=self.described.max_model_len,
             eos_token_ids=self.described.eos_token_ids,
-            geometry=self.geometry(page_size),
+            geometry=self.described.geometry(page_size),
         )
 
 
@@ -54,8 +58,10 @@ def load_model(
     threads: int = 1,
     device: str = "cpu",
     max_model_len: int | None = None,
+    place: RankPlace | None = None,
 ) -> LoadedModel:
-    """Load the folder ``path``. ``threads`` is set for the whole process.
+    """Load the folder ``path``. ``threads`` is set for the whole process. ``place``: load this
+    rank's slice; the process has joined the other ranks, and all of them load now.
 
     Weights come memory-mapped from safetensors, never from pickles. Raises ``ConfigError``
     naming the folder and the feature that cannot be served.
@@ -63,17 +69,21 @@ def load_model(
     torch.set_num_threads(threads)
     described = describe(path, dtype, max_model_len, device)
     digest = fingerprint(path)
-    module = _weights(path, described).to(device).eval().requires_grad_(False)
+    ranks = 1 if place is None else place.size
+    if ranks > 1:
+        check_divisible(described, ranks)
+    module = _weights(path, described, ranks).to(device).eval().requires_grad_(False)
     try:
-        needs = probe(forward, module, described, torch.device(device))
+        needs = probe(forward, module, described, torch.device(device), ranks)
     except ConfigError as e:
         raise ConfigError(f"model.path {path}: {e.message}") from e
-    return LoadedModel(module, torch.device(device), needs, described, digest)
+    return LoadedModel(module, torch.device(device), needs, described, digest, ranks)
 
 
-def _weights(path: str | Path, described: Described) -> Any:
+def _weights(path: str | Path, described: Described, ranks: int) -> Any:
     """The model with its weights. transformers would fill a missing tensor with noise."""
     kind = described.config.model_type
+    cut = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -83,6 +93,7 @@ def _weights(path: str | Path, described: Described) -> Any:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **cut,
         )
     except Exception as e:  # foreign model code: whatever it raises means the same
         why = "it takes no attention but its own" if NAME in str(e) else reason(e)

@@ -59,10 +59,13 @@ class ProbeStep:
 
 
 @torch.inference_mode()
-def probe(forward: Forward, module: Any, described: Described, device: torch.device) -> Needs:
+def probe(
+    forward: Forward, module: Any, described: Described, device: torch.device, ranks: int = 1
+) -> Needs:
     """What ``module`` asks of its attention. Raises ``ConfigError`` saying what it cannot do.
 
-    ``forward`` is ``kernels.model.forward``; the sentence starts with the model's type.
+    ``forward`` is ``kernels.model.forward``; the sentence starts with the model's type. With
+    several ``ranks`` each of them probes, at the same time, and sees its share of the heads.
     """
     kind = described.config.model_type
     if _is_recurrent(module):
@@ -75,7 +78,7 @@ def probe(forward: Forward, module: Any, described: Described, device: torch.dev
             f"{kind} gives outputs of shape {tuple(logits.shape)} for one token where paged "
             f"serving needs (1, {described.vocab_size})"
         )
-    _check_layers(kind, before, described)
+    _check_layers(kind, before, described, ranks)
     _check_windows(kind, before, described)
     after, other_logits = _run(forward, module, kind, [shared, first], [1, last], 0, device)
     pairs = zip([*before.seen, logits[0]], [*after.seen, other_logits[0]], strict=True)
@@ -121,14 +124,15 @@ def _run(
     return step, logits
 
 
-def _check_layers(kind: str, step: ProbeStep, described: Described) -> None:
+def _check_layers(kind: str, step: ProbeStep, described: Described, ranks: int) -> None:
     geometry = described.geometry(1)
     if [c.layer for c in step.calls] != list(range(geometry.layers)):
         raise ConfigError(
             f"{kind} has {geometry.layers} layers but paged attention, which needs each of them "
             f"once and in order, was reached by {[c.layer for c in step.calls] or 'none'}"
         )
-    if step.kv_shapes != {(geometry.kv_heads, geometry.head_dim, geometry.head_dim)}:
+    own_heads = geometry.kv_heads // ranks
+    if step.kv_shapes != {(own_heads, geometry.head_dim, geometry.head_dim)}:
         shapes = ", ".join(str(s) for s in sorted(step.kv_shapes))
         raise ConfigError(
             f"{kind} has layers of unequal or odd KV shape ({shapes}), which paged attention does "

@@ -62,7 +62,13 @@ class PoolConfig(Section):
     min_prefill_tokens: int = Field(
         64, ge=1, description="Share of the budget that waiting prompts always get."
     )
-    threads: int = Field(1, ge=1, description="CPU threads of one worker's compute.")
+    threads: int = Field(1, ge=1, description="CPU threads of one worker's compute, per rank.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks of one worker, each with a slice of every layer; heads and KV heads "
+        "must divide. Needs mode: colocated.",
+    )
     resources: ResourceConfig = ResourceConfig()
 
     @model_validator(mode="after")
@@ -182,3 +188,14 @@ class TandemConfig(Section):
     router: RouterConfig = RouterConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()
+
+    @model_validator(mode="after")
+    def _ranks_hand_nothing_over(self) -> TandemConfig:
+        if self.mode is Mode.DISAGGREGATED:
+            for name, pool in (("prefill", self.pools.prefill), ("decode", self.pools.decode)):
+                if pool.tensor_parallel > 1:
+                    raise ValueError(
+                        f"pools.{name}.tensor_parallel {pool.tensor_parallel} with mode "
+                        f"disaggregated: ranks do not hand their KV over; use mode: colocated"
+                    )
+        return self

@@ -1,10 +1,10 @@
 """What a worker computes with: the model, its pool of KV pages and the runner, made together.
 
-This file owns the order in which a device is filled: threads first, then the model, then the
-pool from what memory is left. It must never know a ticket.
+This file owns the order in which a device is filled: threads first, then the further ranks, then
+the model, then the pool from what memory is left. It must never know a ticket.
 
 Life: ``use_threads`` -> ``load_engine`` at the worker's start -> ``prepare_thread`` in the engine
-thread, once -> ``run`` for every step, in that thread only.
+thread, once -> ``run`` for every step, in that thread only -> ``close``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from cluster.worker.options import WorkerOptions
+from cluster.worker.ranks import FollowerRanks
 from kernels.model import load_model
+from kernels.parallel import (
+    RankPlace,
+    bound_waits,
+    encode_step,
+    join,
+    leave,
+    smallest_of_ranks,
+)
 from kernels.runner import Runner
 from kv_transfer.pool import KvPool, available_memory, pages_in, parse_memory
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, Unavailable
 from protocol.step import StepPlan, StepResult
 from protocol.types import KvGeometry, ModelInfo
 
@@ -27,18 +37,41 @@ _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """An engine without anything to warm up."""
+    """An engine without anything to warm up or to close."""
+
+
+@dataclass(slots=True)
+class Loss:
+    """Why an engine cannot compute any more: said once, whenever somebody listens."""
+
+    reason: str = ""
+    _listener: Callable[[str], None] | None = None
+
+    def happened(self, reason: str) -> None:
+        """From any thread."""
+        self.reason = self.reason or reason
+        if self._listener is not None:
+            self._listener(self.reason)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Tell ``listener``, at once if it has happened already."""
+        self._listener = listener
+        if self.reason:
+            listener(self.reason)
 
 
 @dataclass(slots=True)
 class Engine:
-    """A device ready to run steps. ``warm_up`` is called while no page is in use."""
+    """A device ready to run steps. ``warm_up`` is called while no page is in use; ``loss`` says
+    when the worker as a whole is lost with one of its ranks."""
 
     model: ModelInfo
     pool: KvPool
     run: Callable[[StepPlan], StepResult]
     max_num_batched_tokens: int
     warm_up: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+    loss: Loss = field(default_factory=Loss)
     threads_used: int = field(default=0)
 
     def prepare_thread(self, threads: int) -> None:
@@ -61,6 +94,45 @@ def use_threads(threads: int) -> None:
 
 def load_engine(options: WorkerOptions) -> Engine:
     """Load the model and allocate its pool. Raises ``ConfigError`` with one plain sentence."""
+    if options.tensor_parallel == 1:
+        return load_rank(options, None)
+    loss = Loss()
+    followers = FollowerRanks(options)
+    try:
+        followers.start(loss.happened)
+        place = RankPlace(0, options.tensor_parallel)
+        engine = load_rank(options, place, followers.meeting)
+    except BaseException as error:
+        followers.close()
+        leave()
+        if loss.reason and isinstance(error, Exception):
+            raise ConfigError(
+                f"{options.worker_id}: {loss.reason}: {_first_line(error)}"
+            ) from error
+        raise
+    compute = engine.run
+
+    def run(plan: StepPlan) -> StepResult:
+        if loss.reason:
+            raise Unavailable(loss.reason)
+        followers.send(encode_step(plan.rows, plan.copies))
+        try:
+            return compute(plan)
+        except Exception as error:
+            # The ranks may be out of step now, and nothing brings them together again.
+            loss.happened(f"a step of {options.worker_id}'s ranks failed: {_first_line(error)}")
+            raise Unavailable(loss.reason) from error
+
+    def close() -> None:
+        followers.close()
+        leave()
+
+    engine.run, engine.close, engine.loss = run, close, loss
+    return engine
+
+
+def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = Path()) -> Engine:
+    """What one process computes with; with a ``place`` it meets the other ranks first."""
     device = "cpu"
     if options.use_gpu:
         if not torch.cuda.is_available():
@@ -68,22 +140,29 @@ def load_engine(options: WorkerOptions) -> Engine:
                 f"{options.worker_id} was given a GPU, but torch finds none", field="resources"
             )
         device = "cuda"
+    if place is not None:
+        join(place, meeting, device, options.timing.start_s)
     loaded = load_model(
         options.model_path,
         dtype=options.dtype,
         threads=options.threads,
         device=device,
         max_model_len=options.max_model_len,
+        place=place,
     )
-    model = loaded.info(options.page_size)
-    pool = KvPool(model.geometry, _pages(options, model, device), device)
+    model, geometry = loaded.info(options.page_size), loaded.geometry(options.page_size)
+    pages = _pages(options, geometry, model.max_model_len, device)
+    if place is not None:
+        pages = smallest_of_ranks(pages, device)
+        bound_waits(options.timing.link_op_s + options.timing.peer_dead_s)
+    pool = KvPool(geometry, pages, device)
     runner = Runner(loaded, pool.tensor, options.page_size)
     _log.info(
         "%s: %d pages of %d tokens (%s), %s",
         options.worker_id,
         pool.pages,
         options.page_size,
-        model.geometry.dtype,
+        geometry.dtype,
         runner.attention,
     )
     return Engine(
@@ -95,13 +174,17 @@ def load_engine(options: WorkerOptions) -> Engine:
     )
 
 
-def _pages(options: WorkerOptions, model: ModelInfo, device: str) -> int:
-    geometry: KvGeometry = model.geometry
-    useful = options.max_num_seqs * geometry.pages_for(model.max_model_len) * geometry.page_bytes
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _pages(options: WorkerOptions, geometry: KvGeometry, max_model_len: int, device: str) -> int:
+    """Pages of one rank's pool. The ranks of a worker share a host's memory, not a GPU's."""
+    useful = options.max_num_seqs * geometry.pages_for(max_model_len) * geometry.page_bytes
     memory = parse_memory(
         options.kv_memory,
         available=available_memory(device),
-        sharers=options.sharers,
+        sharers=options.sharers * (options.tensor_parallel if device == "cpu" else 1),
         useful=useful,
     )
-    return pages_in(geometry, memory, max_model_len=model.max_model_len)
+    return pages_in(geometry, memory, max_model_len=max_model_len)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 from cluster.worker.loop import RoleHost, new_fault_id
-from protocol.errors import InternalError
+from protocol.errors import InternalError, Unavailable
 from protocol.step import StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class EngineThread:
         while (plan := self._host.next_plan()) is not None:
             try:
                 result = self._run(plan)
+            except Unavailable as error:  # the engine itself says that it is lost
+                self._host.step_failed(error.info())
             except Exception as error:
                 self._host.step_failed(_step_error(plan, error).info())
             else:

@@ -49,6 +49,7 @@ class WorkerOptions:
     chunked_prefill: bool = True
     profile: Profile = Profile.CHAT
     threads: int = 1
+    tensor_parallel: int = 1
     use_gpu: bool = False
     transport: str = "p2p"
     window: int = 8
@@ -120,6 +121,7 @@ def worker_options(
         chunked_prefill=config.chunked_prefill,
         profile=config.profile,
         threads=pool.threads,
+        tensor_parallel=pool.tensor_parallel,
         use_gpu=pool.resources.num_gpus > 0,
         transport="p2p" if config.kv.transport == "auto" else config.kv.transport,
         window=config.kv.window,

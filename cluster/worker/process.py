@@ -99,6 +99,7 @@ class WorkerProcess:
             self._info = loop_thread.run(self._start())
         except BaseException:
             loop_thread.stop()
+            self._engine.close()
             raise
         self._loop_thread = loop_thread
         # What is there now stays until the end: no collection need ever look at it again.
@@ -156,6 +157,7 @@ class WorkerProcess:
             if not self._thread.join(JOIN_S):
                 _log.error("%s: the running step does not end", self.options.worker_id)
         finally:
+            self._engine.close()
             loop_thread.stop()
             self._state = follow(WORKER_TABLE, self._state, WorkerEvent.STOP)
         return drained
@@ -180,6 +182,7 @@ class WorkerProcess:
             self._host.stop()
             await self._server.stop()
             raise
+        self._engine.loss.tell(self._host.report_fault)
         self._ticker = asyncio.create_task(self._tick())
         options, engine = self.options, self._engine
         return WorkerInfo(
