@@ -44,6 +44,9 @@ class RoleOptions:
     max_parked: int = 256  # early offers per peer
     remembered: int = 4096  # finished requests whose late events are recognised
     retry_after_s: float = 1.0
+    # Where page hashes start (``protocol.page_hash.root``, without a tenant); empty: no page is
+    # ever found again, as the model is not known.
+    hash_root: bytes = b""
 
     def __post_init__(self) -> None:
         """``ConfigError`` if a full step of decodes would leave prompts nothing."""

@@ -1,0 +1,79 @@
+"""Names for the content of KV pages: chained 128-bit hashes of the tokens that led to it.
+
+This file owns the one rule by which two parts of the system agree that two pages hold the same
+KV: the hash of a page covers its own tokens, all tokens before it (through the hash of the page
+before), and a root that stands for the model, the dtype, the page size and the tenant. It must
+never hash a partly filled page, and it knows nothing of where pages lie or who uses them.
+
+Life of a chain: a root -> the first page's hash -> the next one's, over full pages only, as far
+as the tokens go; a sequence that grows goes on from its last hash.
+
+The idea is vLLM's automatic prefix caching (hash chains over blocks). blake2b is the standard
+library's and is fast for short input; 128 bits make a chance collision impossible in practice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from struct import Struct, pack
+
+HASH_BYTES = 16
+
+
+def root(fingerprint: str, dtype: str, page_size: int, salt: str = "") -> bytes:
+    """Where every chain of one model, one KV dtype, one page size and one tenant starts."""
+    digest = blake2b(digest_size=HASH_BYTES, person=b"tandem kv root")
+    for field in (fingerprint, dtype, str(page_size)):
+        text = field.encode()
+        digest.update(pack("<I", len(text)) + text)
+    return salted(digest.digest(), salt)
+
+
+def salted(model_root: bytes, salt: str) -> bytes:
+    """The root of one tenant's chains; without a salt the model's own."""
+    if not salt:
+        return model_root
+    return blake2b(
+        model_root + salt.encode(), digest_size=HASH_BYTES, person=b"tandem salt"
+    ).digest()
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, chain_root: bytes) -> list[bytes]:
+    """The hashes of all full pages of ``tokens``, in order."""
+    chain = PageChain(page_size, chain_root)
+    return list(chain.reach(tokens, len(tokens) // page_size))
+
+
+def matchable_pages(n_tokens: int, page_size: int) -> int:
+    """Leading pages of a prompt that may be found instead of computed.
+
+    Never the page of the last token: its logits give the first token, so it must be computed.
+    """
+    return max(0, n_tokens - 1) // page_size
+
+
+class PageChain:
+    """The hashes of one growing sequence, each computed once.
+
+    The tokens are handed in anew with every call; those of pages that have a hash already must
+    not have changed.
+    """
+
+    def __init__(self, page_size: int, chain_root: bytes) -> None:
+        self._page_size = page_size
+        self._root = chain_root
+        self._layout = Struct(f"<{page_size}I")
+        self._hashes: list[bytes] = []
+
+    def reach(self, tokens: Sequence[int], n_pages: int) -> Sequence[bytes]:
+        """The hashes of the first ``n_pages`` pages; ``tokens`` must fill all of them."""
+        size = self._page_size
+        if n_pages * size > len(tokens):
+            raise ValueError(f"{len(tokens)} tokens do not fill {n_pages} pages of {size}")
+        last = self._hashes[-1] if self._hashes else self._root
+        for first in range(len(self._hashes) * size, n_pages * size, size):
+            content = self._layout.pack(*tokens[first : first + size])
+            last = blake2b(last + content, digest_size=HASH_BYTES).digest()
+            self._hashes.append(last)
+        return self._hashes[:n_pages]
