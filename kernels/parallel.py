@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore
 
 from kernels.model_info import Described
 from protocol.errors import ConfigError, InternalError
@@ -81,7 +80,7 @@ def join(place: RankPlace, meeting: Path, device_type: str, timeout_s: float) ->
         torch.cuda.set_device(place.rank)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-    store = FileStore(str(meeting), place.size)
+    store = dist.FileStore(str(meeting), place.size)  # type: ignore[attr-defined]
     try:
         dist.init_process_group(
             backend,
