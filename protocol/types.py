@@ -259,6 +259,9 @@ class Request:
     priority: int = 0
     deadline_s: float = 600.0  # remaining time
     skip_special_tokens: bool = True
+    n_choices: int = 1
+    echo: bool = False  # the front end puts the prompt before every choice
+    prompt_only: bool = False  # the one token that the engine draws is neither shown nor counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,16 +295,25 @@ def stage_timings(
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer: new tokens and the text that they completed (may be empty)."""
+    """A piece of an answer: new tokens and the text that they completed (may be empty).
 
-    index: int  # sequence number of the first of ``token_ids`` within the answer, from 0
+    ``logprobs`` has one entry per token, and the first piece of a choice ``prompt_logprobs``,
+    where asked for. Where there are several choices, the last piece of each says how it ended.
+    """
+
+    index: int  # sequence number of the first of ``token_ids`` within the choice, from 0
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The end of an answer."""
+    """The end of an answer, of all its choices; the reason is the first choice's."""
 
     finish_reason: FinishReason
     usage: Usage

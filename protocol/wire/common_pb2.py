@@ -24,27 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/wire/common.proto\x12\ttandem.v1\"/\n\x08TicketId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"v\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05\x66ield\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_fieldB\x10\n\x0e_retry_after_s\"@\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\"b\n\nKvGeometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"@\n\x0bStageTiming\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb3\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x14\n\x0ctransferring\x18\x03 \x01(\x04\x12\x12\n\nfree_pages\x18\x04 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x08 \x01(\x01\x12\x15\n\rqueued_tokens\x18\t \x01(\x04*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/wire/common.proto\x12\ttandem.v1\"/\n\x08TicketId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x7f\n\x0eLogprobColumns\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x12\n\ntop_counts\x18\x04 \x03(\r\x12\x0f\n\x07top_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x01\"v\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05\x66ield\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rretry_after_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_fieldB\x10\n\x0e_retry_after_s\"@\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\"b\n\nKvGeometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x11\n\tpage_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"@\n\x0bStageTiming\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xb3\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x14\n\x0ctransferring\x18\x03 \x01(\x04\x12\x12\n\nfree_pages\x18\x04 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x08 \x01(\x01\x12\x15\n\rqueued_tokens\x18\t \x01(\x04*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.wire.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=624
-  _globals['_ROLE']._serialized_end=687
-  _globals['_FINISHREASON']._serialized_start=689
-  _globals['_FINISHREASON']._serialized_end=784
+  _globals['_ROLE']._serialized_start=753
+  _globals['_ROLE']._serialized_end=816
+  _globals['_FINISHREASON']._serialized_start=818
+  _globals['_FINISHREASON']._serialized_end=913
   _globals['_TICKETID']._serialized_start=41
   _globals['_TICKETID']._serialized_end=88
-  _globals['_FAILURE']._serialized_start=90
-  _globals['_FAILURE']._serialized_end=208
-  _globals['_PEER']._serialized_start=210
-  _globals['_PEER']._serialized_end=274
-  _globals['_KVGEOMETRY']._serialized_start=276
-  _globals['_KVGEOMETRY']._serialized_end=374
-  _globals['_STAGETIMING']._serialized_start=376
-  _globals['_STAGETIMING']._serialized_end=440
-  _globals['_WORKERLOAD']._serialized_start=443
-  _globals['_WORKERLOAD']._serialized_end=622
+  _globals['_LOGPROBCOLUMNS']._serialized_start=90
+  _globals['_LOGPROBCOLUMNS']._serialized_end=217
+  _globals['_FAILURE']._serialized_start=219
+  _globals['_FAILURE']._serialized_end=337
+  _globals['_PEER']._serialized_start=339
+  _globals['_PEER']._serialized_end=403
+  _globals['_KVGEOMETRY']._serialized_start=405
+  _globals['_KVGEOMETRY']._serialized_end=503
+  _globals['_STAGETIMING']._serialized_start=505
+  _globals['_STAGETIMING']._serialized_end=569
+  _globals['_WORKERLOAD']._serialized_start=572
+  _globals['_WORKERLOAD']._serialized_end=751
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,8 @@ that the dataclass needs, or with a value outside an enum raises ``MalformedFram
 stream's owner counts and refuses. A dataclass that does not fit the wire (a negative count) is a
 bug of ours and raises ``InternalError``. ``decode_x(encode_x(m)) == m`` for every message.
 
-Parts shared by messages are in ``convert_parts``, client-facing messages in ``convert_front``.
+Parts shared by messages are in ``convert_parts``, tickets in ``convert_ticket``, tokens and their
+logprobs in ``convert_tokens``, client-facing messages in ``convert_front``.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from protocol.wire.convert_parts import (
     OUTCOME_TO_WIRE,
     decode_failure,
     decode_load,
-    decode_ticket,
     decode_ticket_id,
     decode_timings,
-    decode_tokens,
     encode_failure,
     encode_load,
-    encode_ticket,
     encode_ticket_id,
     encode_timings,
-    encode_tokens,
     known,
     need,
     number,
+)
+from protocol.wire.convert_ticket import decode_ticket, encode_ticket
+from protocol.wire.convert_tokens import (
+    decode_logprobs,
+    decode_tokens,
+    encode_logprobs,
+    encode_tokens,
 )
 
 
@@ -198,8 +202,20 @@ SENDER: dict[str, Codec] = {
             n_pages=v.n_pages,
             n_bytes=v.n_bytes,
             checksums=v.checksums,
+            logprobs=encode_logprobs(v.logprobs),
+            cached_tokens=v.cached_tokens,
+            prompt_logprobs=encode_logprobs(v.prompt_logprobs),
         ),
-        lambda v: m.Commit(_id(v), tuple(v.first_tokens), v.n_pages, v.n_bytes, tuple(v.checksums)),
+        lambda v: m.Commit(
+            _id(v),
+            tuple(v.first_tokens),
+            v.n_pages,
+            v.n_bytes,
+            tuple(v.checksums),
+            decode_logprobs(v.logprobs),
+            v.cached_tokens,
+            decode_logprobs(v.prompt_logprobs),
+        ),
     ),
     "abort": _ABORT,
     "heartbeat": _ALIVE,

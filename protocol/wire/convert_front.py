@@ -7,9 +7,11 @@ knows the model. Errors as in ``convert``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from protocol.errors import MalformedFrame
 from protocol.status import ClusterStatus, Note, RouterStatus, WorkerStatus
-from protocol.types import Complete, Delta, Mode, Usage
+from protocol.types import Complete, Delta, Mode, TokenLogprobs, Usage
 from protocol.wire import admin_pb2 as a
 from protocol.wire import inference_pb2 as i
 from protocol.wire.convert_parts import (
@@ -27,10 +29,24 @@ from protocol.wire.convert_parts import (
 )
 
 
-def encode_answer(value: Delta | Complete) -> i.GenerateResponse:
-    """A piece or the end of an answer."""
+def encode_answer(
+    value: Delta | Complete, token_bytes: Callable[[int], bytes] | None = None
+) -> i.GenerateResponse:
+    """A piece or the end of an answer. ``token_bytes`` gives what stands beside a logprob."""
     if isinstance(value, Delta):
         chunk = i.Chunk(index=value.index, token_ids=value.token_ids, text=value.text)
+        if value.choice:
+            chunk.choice = value.choice
+        if value.finish_reason is not None:
+            chunk.finish_reason = FINISH_TO_WIRE[value.finish_reason]
+            if value.matched_stop is not None:
+                chunk.matched_stop = value.matched_stop
+        if value.logprobs:
+            chunk.logprobs.extend([_encode_logprob(e, token_bytes) for e in value.logprobs])
+        if value.prompt_logprobs:
+            chunk.prompt_logprobs.extend(
+                [_encode_logprob(e, token_bytes) for e in value.prompt_logprobs]
+            )
         return i.GenerateResponse(chunk=chunk)
     usage = value.usage
     return i.GenerateResponse(
@@ -47,12 +63,48 @@ def encode_answer(value: Delta | Complete) -> i.GenerateResponse:
     )
 
 
+def _encode_logprob(
+    value: TokenLogprobs, token_bytes: Callable[[int], bytes] | None
+) -> i.TokenLogprob:
+    def of(token_id: int) -> bytes:
+        return b"" if token_bytes is None else token_bytes(token_id)
+
+    return i.TokenLogprob(
+        token_id=value.token_id,
+        logprob=value.logprob,
+        rank=value.rank,
+        token=of(value.token_id),
+        top=[i.TokenLogprob(token_id=t, logprob=lp, token=of(t)) for t, lp in value.top],
+    )
+
+
+def _decode_logprob(message: i.TokenLogprob) -> TokenLogprobs:
+    return TokenLogprobs(
+        message.token_id,
+        number(message.logprob, "logprob"),
+        message.rank,
+        tuple((e.token_id, number(e.logprob, "logprob")) for e in message.top),
+    )
+
+
 def decode_answer(message: i.GenerateResponse) -> Delta | Complete:
     """A piece or the end of an answer."""
     event = message.WhichOneof("event")
     if event == "chunk":
         chunk = message.chunk
-        return Delta(chunk.index, tuple(chunk.token_ids), chunk.text)
+        finish = None
+        if chunk.finish_reason:
+            finish = known(FINISH_FROM_WIRE, chunk.finish_reason, "finish_reason")
+        return Delta(
+            chunk.index,
+            tuple(chunk.token_ids),
+            chunk.text,
+            chunk.choice,
+            tuple(_decode_logprob(e) for e in chunk.logprobs),
+            tuple(_decode_logprob(e) for e in chunk.prompt_logprobs),
+            finish,
+            chunk.matched_stop if chunk.HasField("matched_stop") else None,
+        )
     if event == "complete":
         complete = message.complete
         usage = need(complete, "usage")

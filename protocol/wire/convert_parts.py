@@ -1,8 +1,8 @@
-"""The parts that wire messages share: ids, failures, loads, tickets, token batches.
+"""The parts that wire messages share: ids, peers, failures, timings, loads.
 
-Owns the protobuf form of every value that more than one message carries, and the two checks that
-every decoder uses (``need``, ``known``). Rules and errors as in ``convert``, which is built on
-this file.
+Owns the protobuf form of every small value that more than one message carries, and the checks
+that every decoder uses (``need``, ``known``, ``number``). Rules and errors as in ``convert``,
+which is built on this file; tickets are in ``convert_ticket``, tokens in ``convert_tokens``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from protocol import messages as m
 from protocol.errors import ErrorInfo, MalformedFrame
 from protocol.types import (
     FinishReason,
     Outcome,
     Peer,
     Role,
-    SamplingParams,
     StageTiming,
-    Ticket,
     TicketId,
     WorkerLoad,
 )
@@ -73,10 +70,11 @@ def encode_ticket_id(value: TicketId) -> c.TicketId:
 
 def decode_ticket_id(message: c.TicketId) -> TicketId:
     """One attempt's key; needs a request id and an attempt from 1."""
-    return _ticket_id(message.request_id, message.attempt)
+    return ticket_id(message.request_id, message.attempt)
 
 
-def _ticket_id(request_id: str, attempt: int) -> TicketId:
+def ticket_id(request_id: str, attempt: int) -> TicketId:
+    """One attempt's key of its two parts."""
     if not request_id or attempt < 1:
         raise MalformedFrame("a ticket id needs a request id and an attempt", field="ticket_id")
     return TicketId(request_id, attempt)
@@ -129,139 +127,13 @@ def decode_load(message: c.WorkerLoad) -> WorkerLoad:
     return WorkerLoad(**{name: number(getattr(message, name), name) for name in _LOAD_FIELDS})
 
 
-def _encode_peer(value: Peer | None) -> c.Peer | None:
+def encode_peer(value: Peer | None) -> c.Peer | None:
+    """A worker's address, or nothing."""
     if value is None:
         return None
     return c.Peer(worker_id=value.worker_id, incarnation=value.incarnation, endpoint=value.endpoint)
 
 
-def _decode_peer(message: c.Peer) -> Peer:
+def decode_peer(message: c.Peer) -> Peer:
+    """A worker's address."""
     return Peer(message.worker_id, message.incarnation, message.endpoint)
-
-
-# --- tickets and tokens ------------------------------------------------------------------------
-
-
-def encode_ticket(value: Ticket) -> s.Ticket:
-    """One attempt at one request."""
-    sampling = value.sampling
-    return s.Ticket(
-        id=encode_ticket_id(value.id),
-        sender=_encode_peer(value.sender),
-        receiver=_encode_peer(value.receiver),
-        tokens=value.tokens,
-        n_prompt=value.n_prompt,
-        sampling=s.Sampling(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            ignore_eos=sampling.ignore_eos,
-        ),
-        n_delivered=value.n_delivered,
-        n_choices=value.n_choices,
-        priority=value.priority,
-        order_key=value.order_key,
-        ttft_target_s=value.ttft_target_s,
-        remaining_s=value.remaining_s,
-        salt=value.salt,
-    )
-
-
-def decode_ticket(message: s.Ticket) -> Ticket:
-    """One attempt at one request; its prompt is at least one token."""
-    sampling = need(message, "sampling")
-    if not 1 <= message.n_prompt <= len(message.tokens):
-        raise MalformedFrame(
-            f"n_prompt {message.n_prompt} is not within 1..{len(message.tokens)} tokens",
-            field="n_prompt",
-        )
-    return Ticket(
-        id=decode_ticket_id(need(message, "id")),
-        sender=_decode_peer(message.sender) if message.HasField("sender") else None,
-        receiver=_decode_peer(need(message, "receiver")),
-        tokens=tuple(message.tokens),
-        n_prompt=message.n_prompt,
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=number(sampling.temperature, "temperature"),
-            top_p=number(sampling.top_p, "top_p"),
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            ignore_eos=sampling.ignore_eos,
-        ),
-        n_delivered=message.n_delivered,
-        n_choices=message.n_choices,
-        priority=message.priority,
-        order_key=number(message.order_key, "order_key"),
-        ttft_target_s=(
-            number(message.ttft_target_s, "ttft_target_s")
-            if message.HasField("ttft_target_s")
-            else None
-        ),
-        remaining_s=number(message.remaining_s, "remaining_s"),
-        salt=message.salt,
-    )
-
-
-def encode_tokens(value: m.Tokens) -> s.TokenBatch:
-    """One step's tokens by column; a column that says the same for every row is left out."""
-    items = value.items
-    batch = s.TokenBatch(
-        request_ids=[i.ticket_id.request_id for i in items], indexes=[i.index for i in items]
-    )
-    if any(i.ticket_id.attempt != 1 for i in items):
-        batch.attempts.extend([i.ticket_id.attempt for i in items])
-    if any(len(i.token_ids) != 1 for i in items):
-        batch.counts.extend([len(i.token_ids) for i in items])
-    for item in items:
-        batch.token_ids.extend(item.token_ids)
-    if any(i.finish_reason is not None for i in items):
-        batch.finish_reasons.extend(
-            [
-                c.FINISH_REASON_UNSPECIFIED
-                if i.finish_reason is None
-                else FINISH_TO_WIRE[i.finish_reason]
-                for i in items
-            ]
-        )
-    if any(i.choice for i in items):
-        batch.choices.extend([i.choice for i in items])
-    return batch
-
-
-def _column(values: Any, n: int, default: int, name: str) -> list[int]:
-    if not values:
-        return [default] * n
-    if len(values) != n:
-        raise MalformedFrame(f"{name} has {len(values)} rows, not {n}", field=name)
-    return list(values)
-
-
-def decode_tokens(message: s.TokenBatch) -> m.Tokens:
-    """One step's tokens; columns of unequal length are malformed."""
-    n = len(message.request_ids)
-    if len(message.indexes) != n:
-        raise MalformedFrame(f"indexes has {len(message.indexes)} rows, not {n}", field="indexes")
-    counts = _column(message.counts, n, 1, "counts")
-    token_ids = tuple(message.token_ids)
-    if sum(counts) != len(token_ids):
-        raise MalformedFrame(f"{len(token_ids)} tokens, not {sum(counts)}", field="token_ids")
-    rows = zip(
-        message.request_ids,
-        _column(message.attempts, n, 1, "attempts"),
-        message.indexes,
-        counts,
-        _column(message.finish_reasons, n, 0, "finish_reasons"),
-        _column(message.choices, n, 0, "choices"),
-        strict=True,
-    )
-    items = []
-    at = 0
-    for request_id, attempt, index, count, finish, choice in rows:
-        reason = None if finish == 0 else known(FINISH_FROM_WIRE, finish, "finish_reasons")
-        ids = token_ids[at : at + count]
-        at += count
-        items.append(m.TokenItem(_ticket_id(request_id, attempt), index, ids, reason, choice))
-    return m.Tokens(tuple(items))

@@ -25,43 +25,55 @@ _sym_db = _symbol_database.Default()
 from protocol.wire import common_pb2 as protocol_dot_wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dprotocol/wire/inference.proto\x12\ttandem.v1\x1a\x1aprotocol/wire/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd4\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x05H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08\x12 \n\x13skip_special_tokens\x18\r \x01(\x08H\x06\x88\x01\x01\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x12\n\nrequest_id\x18\x0f \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x16\n\x14_skip_special_tokens\"g\n\x10GenerateResponse\x12!\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\'\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x13.tandem.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"7\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xb0\x01\n\x08\x43omplete\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x0cmatched_stop\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\'\n\x07timings\x18\x04 \x03(\x0b\x32\x16.tandem.v1.StageTimingB\x0f\n\r_matched_stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ServedModel\"D\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r2\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dprotocol/wire/inference.proto\x12\ttandem.v1\x1a\x1aprotocol/wire/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x0c\n\nJsonObject\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xa9\x01\n\x10StructuredOutput\x12,\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x15.tandem.v1.JsonObjectH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x42\t\n\x07grammar\"\xf7\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x05H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08\x12 \n\x13skip_special_tokens\x18\r \x01(\x08H\x06\x88\x01\x01\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x12\n\nrequest_id\x18\x0f \x01(\t\x12\x12\n\x05min_p\x18\x10 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x11 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x12 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x13 \x01(\x01H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x14 \x03(\x0b\x32).tandem.v1.GenerateRequest.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x15 \x01(\x05H\x0b\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x16 \x03(\r\x12\x15\n\x08logprobs\x18\x17 \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x18 \x01(\x05H\r\x88\x01\x01\x12\x0e\n\x01n\x18\x19 \x01(\x05H\x0e\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x1a \x01(\x08\x12\x36\n\x11structured_output\x18\x1b \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x16\n\x14_skip_special_tokensB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\"g\n\x10GenerateResponse\x12!\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\'\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x13.tandem.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"t\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\x12$\n\x03top\x18\x05 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xaf\x02\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x0cmatched_stop\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\t \x03(\r\x12\x13\n\x0bprompt_text\x18\n \x01(\tB\x0f\n\r_matched_stop\"\xb0\x01\n\x08\x43omplete\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x0cmatched_stop\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\'\n\x07timings\x18\x04 \x03(\x0b\x32\x16.tandem.v1.StageTimingB\x0f\n\r_matched_stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ServedModel\"D\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r2\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.wire.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_CHATMESSAGE']._serialized_start=72
   _globals['_CHATMESSAGE']._serialized_end=116
   _globals['_CHAT']._serialized_start=118
   _globals['_CHAT']._serialized_end=166
   _globals['_TOKENIDS']._serialized_start=168
   _globals['_TOKENIDS']._serialized_end=191
-  _globals['_GENERATEREQUEST']._serialized_start=194
-  _globals['_GENERATEREQUEST']._serialized_end=662
-  _globals['_GENERATERESPONSE']._serialized_start=664
-  _globals['_GENERATERESPONSE']._serialized_end=767
-  _globals['_CHUNK']._serialized_start=769
-  _globals['_CHUNK']._serialized_end=824
-  _globals['_COMPLETE']._serialized_start=827
-  _globals['_COMPLETE']._serialized_end=1003
-  _globals['_USAGE']._serialized_start=1005
-  _globals['_USAGE']._serialized_end=1085
-  _globals['_TOKENIZEREQUEST']._serialized_start=1088
-  _globals['_TOKENIZEREQUEST']._serialized_end=1234
-  _globals['_TOKENIZERESPONSE']._serialized_start=1236
-  _globals['_TOKENIZERESPONSE']._serialized_end=1296
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1298
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1380
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1382
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1416
-  _globals['_LISTMODELSREQUEST']._serialized_start=1418
-  _globals['_LISTMODELSREQUEST']._serialized_end=1437
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1439
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1499
-  _globals['_SERVEDMODEL']._serialized_start=1501
-  _globals['_SERVEDMODEL']._serialized_end=1569
-  _globals['_INFERENCE']._serialized_start=1572
-  _globals['_INFERENCE']._serialized_end=1873
+  _globals['_JSONOBJECT']._serialized_start=193
+  _globals['_JSONOBJECT']._serialized_end=205
+  _globals['_CHOICES']._serialized_start=207
+  _globals['_CHOICES']._serialized_end=231
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=234
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=403
+  _globals['_GENERATEREQUEST']._serialized_start=406
+  _globals['_GENERATEREQUEST']._serialized_end=1421
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1150
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1198
+  _globals['_GENERATERESPONSE']._serialized_start=1423
+  _globals['_GENERATERESPONSE']._serialized_end=1526
+  _globals['_TOKENLOGPROB']._serialized_start=1528
+  _globals['_TOKENLOGPROB']._serialized_end=1644
+  _globals['_CHUNK']._serialized_start=1647
+  _globals['_CHUNK']._serialized_end=1950
+  _globals['_COMPLETE']._serialized_start=1953
+  _globals['_COMPLETE']._serialized_end=2129
+  _globals['_USAGE']._serialized_start=2131
+  _globals['_USAGE']._serialized_end=2211
+  _globals['_TOKENIZEREQUEST']._serialized_start=2214
+  _globals['_TOKENIZEREQUEST']._serialized_end=2360
+  _globals['_TOKENIZERESPONSE']._serialized_start=2362
+  _globals['_TOKENIZERESPONSE']._serialized_end=2422
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2424
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2506
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2508
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2542
+  _globals['_LISTMODELSREQUEST']._serialized_start=2544
+  _globals['_LISTMODELSREQUEST']._serialized_end=2563
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2565
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2625
+  _globals['_SERVEDMODEL']._serialized_start=2627
+  _globals['_SERVEDMODEL']._serialized_end=2695
+  _globals['_INFERENCE']._serialized_start=2698
+  _globals['_INFERENCE']._serialized_end=2999
 # @@protoc_insertion_point(module_scope)

@@ -25,43 +25,47 @@ _sym_db = _symbol_database.Default()
 from protocol.wire import common_pb2 as protocol_dot_wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/wire/session.proto\x12\ttandem.v1\x1a\x1aprotocol/wire/common.proto\"\xb0\x01\n\x0bRouterFrame\x12\x1f\n\x04open\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.OpenH\x00\x12\x1f\n\x04stop\x18\x02 \x01(\x0b\x32\x0f.tandem.v1.StopH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12/\n\theartbeat\x18\x04 \x01(\x0b\x32\x1a.tandem.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"\x8f\x02\n\x0bWorkerFrame\x12#\n\x06queued\x18\x01 \x01(\x0b\x32\x11.tandem.v1.QueuedH\x00\x12\'\n\x08reserved\x18\x02 \x01(\x0b\x32\x13.tandem.v1.ReservedH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.tandem.v1.TokenBatchH\x00\x12,\n\x0bsender_lost\x18\x04 \x01(\x0b\x32\x15.tandem.v1.SenderLostH\x00\x12\x1f\n\x04\x64one\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12/\n\theartbeat\x18\x06 \x01(\x0b\x32\x1a.tandem.v1.WorkerHeartbeatH\x00\x42\t\n\x07message\"s\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\"\xd4\x02\n\x06Ticket\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.tandem.v1.Peer\x12!\n\x08receiver\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.Peer\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x10\n\x08n_prompt\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bn_delivered\x18\x07 \x01(\r\x12\x11\n\tn_choices\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x12\x12\x11\n\torder_key\x18\n \x01(\x01\x12\x1a\n\rttft_target_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bremaining_s\x18\x0c \x01(\x01\x12\x0c\n\x04salt\x18\r \x01(\tB\x10\n\x0e_ttft_target_s\")\n\x04Open\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Ticket\"M\n\x04Stop\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"?\n\x06\x43\x61ncel\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\x11\n\x0fRouterHeartbeat\"O\n\x06Queued\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05\x61head\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"A\n\x08Reserved\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05pages\x18\x02 \x01(\r\"\xa9\x01\n\nTokenBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x0f\n\x07indexes\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12/\n\x0e\x66inish_reasons\x18\x06 \x03(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0f\n\x07\x63hoices\x18\x07 \x03(\r\"W\n\nSenderLost\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Failure\"\x9f\x01\n\x04\x44one\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12#\n\x07outcome\x18\x02 \x01(\x0e\x32\x12.tandem.v1.Outcome\x12\'\n\x07timings\x18\x03 \x03(\x0b\x32\x16.tandem.v1.StageTiming\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.tandem.v1.Failure\"^\n\x0fWorkerHeartbeat\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad*]\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x12\n\x0eOUTCOME_FAILED\x10\x02\x12\x15\n\x11OUTCOME_CANCELLED\x10\x03\x32G\n\x07Session\x12<\n\x06Stream\x12\x16.tandem.v1.RouterFrame\x1a\x16.tandem.v1.WorkerFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotocol/wire/session.proto\x12\ttandem.v1\x1a\x1aprotocol/wire/common.proto\"\xb0\x01\n\x0bRouterFrame\x12\x1f\n\x04open\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.OpenH\x00\x12\x1f\n\x04stop\x18\x02 \x01(\x0b\x32\x0f.tandem.v1.StopH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12/\n\theartbeat\x18\x04 \x01(\x0b\x32\x1a.tandem.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"\x8f\x02\n\x0bWorkerFrame\x12#\n\x06queued\x18\x01 \x01(\x0b\x32\x11.tandem.v1.QueuedH\x00\x12\'\n\x08reserved\x18\x02 \x01(\x0b\x32\x13.tandem.v1.ReservedH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.tandem.v1.TokenBatchH\x00\x12,\n\x0bsender_lost\x18\x04 \x01(\x0b\x32\x15.tandem.v1.SenderLostH\x00\x12\x1f\n\x04\x64one\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12/\n\theartbeat\x18\x06 \x01(\x0b\x32\x1a.tandem.v1.WorkerHeartbeatH\x00\x42\t\n\x07message\"=\n\x07Grammar\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.tandem.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xb8\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x62ias_ids\x18\x0b \x03(\r\x12\x0e\n\x06\x62iases\x18\x0c \x03(\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x02\x88\x01\x01\x12#\n\x07grammar\x18\x11 \x01(\x0b\x32\x12.tandem.v1.GrammarB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xd4\x02\n\x06Ticket\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x1f\n\x06sender\x18\x02 \x01(\x0b\x32\x0f.tandem.v1.Peer\x12!\n\x08receiver\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.Peer\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x10\n\x08n_prompt\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bn_delivered\x18\x07 \x01(\r\x12\x11\n\tn_choices\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x12\x12\x11\n\torder_key\x18\n \x01(\x01\x12\x1a\n\rttft_target_s\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bremaining_s\x18\x0c \x01(\x01\x12\x0c\n\x04salt\x18\r \x01(\tB\x10\n\x0e_ttft_target_s\")\n\x04Open\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Ticket\"M\n\x04Stop\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"?\n\x06\x43\x61ncel\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\x11\n\x0fRouterHeartbeat\"O\n\x06Queued\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05\x61head\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"A\n\x08Reserved\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05pages\x18\x02 \x01(\r\"\xd8\x02\n\nTokenBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x0f\n\x07indexes\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12/\n\x0e\x66inish_reasons\x18\x06 \x03(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0f\n\x07\x63hoices\x18\x07 \x03(\r\x12\x15\n\rcached_tokens\x18\x08 \x03(\r\x12\x16\n\x0elogprob_counts\x18\t \x03(\r\x12\x1d\n\x15prompt_logprob_counts\x18\n \x03(\r\x12+\n\x08logprobs\x18\x0b \x01(\x0b\x32\x19.tandem.v1.LogprobColumns\x12\x32\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x19.tandem.v1.LogprobColumns\"W\n\nSenderLost\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Failure\"\x9f\x01\n\x04\x44one\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12#\n\x07outcome\x18\x02 \x01(\x0e\x32\x12.tandem.v1.Outcome\x12\'\n\x07timings\x18\x03 \x03(\x0b\x32\x16.tandem.v1.StageTiming\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.tandem.v1.Failure\"^\n\x0fWorkerHeartbeat\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad*\xaf\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_OBJECT\x10\x01\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x04\x12\x17\n\x13GRAMMAR_KIND_CHOICE\x10\x05*]\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x12\n\x0eOUTCOME_FAILED\x10\x02\x12\x15\n\x11OUTCOME_CANCELLED\x10\x03\x32G\n\x07Session\x12<\n\x06Stream\x12\x16.tandem.v1.RouterFrame\x1a\x16.tandem.v1.WorkerFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.wire.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=1856
-  _globals['_OUTCOME']._serialized_end=1949
+  _globals['_GRAMMARKIND']._serialized_start=2421
+  _globals['_GRAMMARKIND']._serialized_end=2596
+  _globals['_OUTCOME']._serialized_start=2598
+  _globals['_OUTCOME']._serialized_end=2691
   _globals['_ROUTERFRAME']._serialized_start=71
   _globals['_ROUTERFRAME']._serialized_end=247
   _globals['_WORKERFRAME']._serialized_start=250
   _globals['_WORKERFRAME']._serialized_end=521
-  _globals['_SAMPLING']._serialized_start=523
-  _globals['_SAMPLING']._serialized_end=638
-  _globals['_TICKET']._serialized_start=641
-  _globals['_TICKET']._serialized_end=981
-  _globals['_OPEN']._serialized_start=983
-  _globals['_OPEN']._serialized_end=1024
-  _globals['_STOP']._serialized_start=1026
-  _globals['_STOP']._serialized_end=1103
-  _globals['_CANCEL']._serialized_start=1105
-  _globals['_CANCEL']._serialized_end=1168
-  _globals['_ROUTERHEARTBEAT']._serialized_start=1170
-  _globals['_ROUTERHEARTBEAT']._serialized_end=1187
-  _globals['_QUEUED']._serialized_start=1189
-  _globals['_QUEUED']._serialized_end=1268
-  _globals['_RESERVED']._serialized_start=1270
-  _globals['_RESERVED']._serialized_end=1335
-  _globals['_TOKENBATCH']._serialized_start=1338
-  _globals['_TOKENBATCH']._serialized_end=1507
-  _globals['_SENDERLOST']._serialized_start=1509
-  _globals['_SENDERLOST']._serialized_end=1596
-  _globals['_DONE']._serialized_start=1599
-  _globals['_DONE']._serialized_end=1758
-  _globals['_WORKERHEARTBEAT']._serialized_start=1760
-  _globals['_WORKERHEARTBEAT']._serialized_end=1854
-  _globals['_SESSION']._serialized_start=1951
-  _globals['_SESSION']._serialized_end=2022
+  _globals['_GRAMMAR']._serialized_start=523
+  _globals['_GRAMMAR']._serialized_end=584
+  _globals['_SAMPLING']._serialized_start=587
+  _globals['_SAMPLING']._serialized_end=1027
+  _globals['_TICKET']._serialized_start=1030
+  _globals['_TICKET']._serialized_end=1370
+  _globals['_OPEN']._serialized_start=1372
+  _globals['_OPEN']._serialized_end=1413
+  _globals['_STOP']._serialized_start=1415
+  _globals['_STOP']._serialized_end=1492
+  _globals['_CANCEL']._serialized_start=1494
+  _globals['_CANCEL']._serialized_end=1557
+  _globals['_ROUTERHEARTBEAT']._serialized_start=1559
+  _globals['_ROUTERHEARTBEAT']._serialized_end=1576
+  _globals['_QUEUED']._serialized_start=1578
+  _globals['_QUEUED']._serialized_end=1657
+  _globals['_RESERVED']._serialized_start=1659
+  _globals['_RESERVED']._serialized_end=1724
+  _globals['_TOKENBATCH']._serialized_start=1727
+  _globals['_TOKENBATCH']._serialized_end=2071
+  _globals['_SENDERLOST']._serialized_start=2073
+  _globals['_SENDERLOST']._serialized_end=2160
+  _globals['_DONE']._serialized_start=2163
+  _globals['_DONE']._serialized_end=2322
+  _globals['_WORKERHEARTBEAT']._serialized_start=2324
+  _globals['_WORKERHEARTBEAT']._serialized_end=2418
+  _globals['_SESSION']._serialized_start=2693
+  _globals['_SESSION']._serialized_end=2764
 # @@protoc_insertion_point(module_scope)

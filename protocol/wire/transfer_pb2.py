@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protocol.wire import common_pb2 as protocol_dot_wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotocol/wire/transfer.proto\x12\ttandem.v1\x1a\x1aprotocol/wire/common.proto\"\x82\x02\n\x0bSenderFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12!\n\x05offer\x18\x02 \x01(\x0b\x32\x10.tandem.v1.OfferH\x00\x12\'\n\x08\x61nnounce\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AnnounceH\x00\x12#\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12!\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.tandem.v1.TransferHeartbeatH\x00\x42\t\n\x07message\"\x80\x02\n\rReceiverFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12!\n\x05grant\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12#\n\x06window\x18\x03 \x01(\x0b\x32\x11.tandem.v1.WindowH\x00\x12#\n\x06sealed\x18\x04 \x01(\x0b\x32\x11.tandem.v1.SealedH\x00\x12!\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.tandem.v1.TransferHeartbeatH\x00\x42\t\n\x07message\"\xc1\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\'\n\x08geometry\x18\x05 \x01(\x0b\x32\x15.tandem.v1.KvGeometry\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x12\n\nlink_epoch\x18\x08 \x01(\x04\"\\\n\x05Offer\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x10\n\x08n_tokens\x18\x02 \x01(\r\x12\x19\n\x11predicted_start_s\x18\x03 \x01(\x01\"y\n\x08\x41nnounce\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x0f\n\x07segment\x18\x02 \x01(\r\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x0f\n\x07n_pages\x18\x04 \x01(\r\x12\x0f\n\x07n_bytes\x18\x05 \x01(\x04\"{\n\x06\x43ommit\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x14\n\x0c\x66irst_tokens\x18\x02 \x03(\r\x12\x0f\n\x07n_pages\x18\x03 \x01(\r\x12\x0f\n\x07n_bytes\x18\x04 \x01(\x04\x12\x11\n\tchecksums\x18\x05 \x03(\x06\"R\n\x05\x41\x62ort\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Failure\"6\n\x11TransferHeartbeat\x12!\n\x04live\x18\x01 \x03(\x0b\x32\x13.tandem.v1.TicketId\"e\n\x05Grant\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x15\n\rprefix_tokens\x18\x04 \x01(\r\"B\n\x06Window\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x10\n\x08segments\x18\x02 \x01(\r\"0\n\x06Sealed\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\";\n\x0fStoreSetRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x12\n\x10StoreSetResponse\"?\n\x0fStoreGetRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"0\n\x10StoreGetResponse\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"/\n\x11StoreCheckRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\"%\n\x12StoreCheckResponse\x12\x0f\n\x07present\x18\x01 \x01(\x08\"/\n\x12StoreDeleteRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\"&\n\x13StoreDeleteResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\x32\xed\x02\n\x08Transfer\x12>\n\x06Stream\x12\x16.tandem.v1.SenderFrame\x1a\x18.tandem.v1.ReceiverFrame(\x01\x30\x01\x12\x43\n\x08StoreSet\x12\x1a.tandem.v1.StoreSetRequest\x1a\x1b.tandem.v1.StoreSetResponse\x12\x43\n\x08StoreGet\x12\x1a.tandem.v1.StoreGetRequest\x1a\x1b.tandem.v1.StoreGetResponse\x12I\n\nStoreCheck\x12\x1c.tandem.v1.StoreCheckRequest\x1a\x1d.tandem.v1.StoreCheckResponse\x12L\n\x0bStoreDelete\x12\x1d.tandem.v1.StoreDeleteRequest\x1a\x1e.tandem.v1.StoreDeleteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotocol/wire/transfer.proto\x12\ttandem.v1\x1a\x1aprotocol/wire/common.proto\"\x82\x02\n\x0bSenderFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12!\n\x05offer\x18\x02 \x01(\x0b\x32\x10.tandem.v1.OfferH\x00\x12\'\n\x08\x61nnounce\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AnnounceH\x00\x12#\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12!\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.tandem.v1.TransferHeartbeatH\x00\x42\t\n\x07message\"\x80\x02\n\rReceiverFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.tandem.v1.HelloH\x00\x12!\n\x05grant\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12#\n\x06window\x18\x03 \x01(\x0b\x32\x11.tandem.v1.WindowH\x00\x12#\n\x06sealed\x18\x04 \x01(\x0b\x32\x11.tandem.v1.SealedH\x00\x12!\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\x31\n\theartbeat\x18\x06 \x01(\x0b\x32\x1c.tandem.v1.TransferHeartbeatH\x00\x42\t\n\x07message\"\xc1\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\'\n\x08geometry\x18\x05 \x01(\x0b\x32\x15.tandem.v1.KvGeometry\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x12\n\nlink_epoch\x18\x08 \x01(\x04\"\\\n\x05Offer\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x10\n\x08n_tokens\x18\x02 \x01(\r\x12\x19\n\x11predicted_start_s\x18\x03 \x01(\x01\"y\n\x08\x41nnounce\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x0f\n\x07segment\x18\x02 \x01(\r\x12\x12\n\nfirst_page\x18\x03 \x01(\r\x12\x0f\n\x07n_pages\x18\x04 \x01(\r\x12\x0f\n\x07n_bytes\x18\x05 \x01(\x04\"\xf3\x01\n\x06\x43ommit\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x14\n\x0c\x66irst_tokens\x18\x02 \x03(\r\x12\x0f\n\x07n_pages\x18\x03 \x01(\r\x12\x0f\n\x07n_bytes\x18\x04 \x01(\x04\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12+\n\x08logprobs\x18\x06 \x01(\x0b\x32\x19.tandem.v1.LogprobColumns\x12\x32\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x19.tandem.v1.LogprobColumns\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\"R\n\x05\x41\x62ort\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Failure\"6\n\x11TransferHeartbeat\x12!\n\x04live\x18\x01 \x03(\x0b\x32\x13.tandem.v1.TicketId\"e\n\x05Grant\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x15\n\rprefix_tokens\x18\x04 \x01(\r\"B\n\x06Window\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\x12\x10\n\x08segments\x18\x02 \x01(\r\"0\n\x06Sealed\x12&\n\tticket_id\x18\x01 \x01(\x0b\x32\x13.tandem.v1.TicketId\";\n\x0fStoreSetRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x12\n\x10StoreSetResponse\"?\n\x0fStoreGetRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"0\n\x10StoreGetResponse\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"/\n\x11StoreCheckRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\"%\n\x12StoreCheckResponse\x12\x0f\n\x07present\x18\x01 \x01(\x08\"/\n\x12StoreDeleteRequest\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\"&\n\x13StoreDeleteResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\x32\xed\x02\n\x08Transfer\x12>\n\x06Stream\x12\x16.tandem.v1.SenderFrame\x1a\x18.tandem.v1.ReceiverFrame(\x01\x30\x01\x12\x43\n\x08StoreSet\x12\x1a.tandem.v1.StoreSetRequest\x1a\x1b.tandem.v1.StoreSetResponse\x12\x43\n\x08StoreGet\x12\x1a.tandem.v1.StoreGetRequest\x1a\x1b.tandem.v1.StoreGetResponse\x12I\n\nStoreCheck\x12\x1c.tandem.v1.StoreCheckRequest\x1a\x1d.tandem.v1.StoreCheckResponse\x12L\n\x0bStoreDelete\x12\x1d.tandem.v1.StoreDeleteRequest\x1a\x1e.tandem.v1.StoreDeleteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,34 +42,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OFFER']._serialized_end=879
   _globals['_ANNOUNCE']._serialized_start=881
   _globals['_ANNOUNCE']._serialized_end=1002
-  _globals['_COMMIT']._serialized_start=1004
-  _globals['_COMMIT']._serialized_end=1127
-  _globals['_ABORT']._serialized_start=1129
-  _globals['_ABORT']._serialized_end=1211
-  _globals['_TRANSFERHEARTBEAT']._serialized_start=1213
-  _globals['_TRANSFERHEARTBEAT']._serialized_end=1267
-  _globals['_GRANT']._serialized_start=1269
-  _globals['_GRANT']._serialized_end=1370
-  _globals['_WINDOW']._serialized_start=1372
-  _globals['_WINDOW']._serialized_end=1438
-  _globals['_SEALED']._serialized_start=1440
-  _globals['_SEALED']._serialized_end=1488
-  _globals['_STORESETREQUEST']._serialized_start=1490
-  _globals['_STORESETREQUEST']._serialized_end=1549
-  _globals['_STORESETRESPONSE']._serialized_start=1551
-  _globals['_STORESETRESPONSE']._serialized_end=1569
-  _globals['_STOREGETREQUEST']._serialized_start=1571
-  _globals['_STOREGETREQUEST']._serialized_end=1634
-  _globals['_STOREGETRESPONSE']._serialized_start=1636
-  _globals['_STOREGETRESPONSE']._serialized_end=1684
-  _globals['_STORECHECKREQUEST']._serialized_start=1686
-  _globals['_STORECHECKREQUEST']._serialized_end=1733
-  _globals['_STORECHECKRESPONSE']._serialized_start=1735
-  _globals['_STORECHECKRESPONSE']._serialized_end=1772
-  _globals['_STOREDELETEREQUEST']._serialized_start=1774
-  _globals['_STOREDELETEREQUEST']._serialized_end=1821
-  _globals['_STOREDELETERESPONSE']._serialized_start=1823
-  _globals['_STOREDELETERESPONSE']._serialized_end=1861
-  _globals['_TRANSFER']._serialized_start=1864
-  _globals['_TRANSFER']._serialized_end=2229
+  _globals['_COMMIT']._serialized_start=1005
+  _globals['_COMMIT']._serialized_end=1248
+  _globals['_ABORT']._serialized_start=1250
+  _globals['_ABORT']._serialized_end=1332
+  _globals['_TRANSFERHEARTBEAT']._serialized_start=1334
+  _globals['_TRANSFERHEARTBEAT']._serialized_end=1388
+  _globals['_GRANT']._serialized_start=1390
+  _globals['_GRANT']._serialized_end=1491
+  _globals['_WINDOW']._serialized_start=1493
+  _globals['_WINDOW']._serialized_end=1559
+  _globals['_SEALED']._serialized_start=1561
+  _globals['_SEALED']._serialized_end=1609
+  _globals['_STORESETREQUEST']._serialized_start=1611
+  _globals['_STORESETREQUEST']._serialized_end=1670
+  _globals['_STORESETRESPONSE']._serialized_start=1672
+  _globals['_STORESETRESPONSE']._serialized_end=1690
+  _globals['_STOREGETREQUEST']._serialized_start=1692
+  _globals['_STOREGETREQUEST']._serialized_end=1755
+  _globals['_STOREGETRESPONSE']._serialized_start=1757
+  _globals['_STOREGETRESPONSE']._serialized_end=1805
+  _globals['_STORECHECKREQUEST']._serialized_start=1807
+  _globals['_STORECHECKREQUEST']._serialized_end=1854
+  _globals['_STORECHECKRESPONSE']._serialized_start=1856
+  _globals['_STORECHECKRESPONSE']._serialized_end=1893
+  _globals['_STOREDELETEREQUEST']._serialized_start=1895
+  _globals['_STOREDELETEREQUEST']._serialized_end=1942
+  _globals['_STOREDELETERESPONSE']._serialized_start=1944
+  _globals['_STOREDELETERESPONSE']._serialized_end=1982
+  _globals['_TRANSFER']._serialized_start=1985
+  _globals['_TRANSFER']._serialized_end=2350
 # @@protoc_insertion_point(module_scope)

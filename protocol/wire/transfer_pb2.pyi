@@ -84,18 +84,24 @@ class Announce(_message.Message):
     def __init__(self, ticket_id: _Optional[_Union[_common_pb2.TicketId, _Mapping]] = ..., segment: _Optional[int] = ..., first_page: _Optional[int] = ..., n_pages: _Optional[int] = ..., n_bytes: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("ticket_id", "first_tokens", "n_pages", "n_bytes", "checksums")
+    __slots__ = ("ticket_id", "first_tokens", "n_pages", "n_bytes", "checksums", "logprobs", "prompt_logprobs", "cached_tokens")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_PAGES_FIELD_NUMBER: _ClassVar[int]
     N_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ticket_id: _common_pb2.TicketId
     first_tokens: _containers.RepeatedScalarFieldContainer[int]
     n_pages: int
     n_bytes: int
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ticket_id: _Optional[_Union[_common_pb2.TicketId, _Mapping]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., n_pages: _Optional[int] = ..., n_bytes: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: _common_pb2.LogprobColumns
+    prompt_logprobs: _common_pb2.LogprobColumns
+    cached_tokens: int
+    def __init__(self, ticket_id: _Optional[_Union[_common_pb2.TicketId, _Mapping]] = ..., first_tokens: _Optional[_Iterable[int]] = ..., n_pages: _Optional[int] = ..., n_bytes: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_common_pb2.LogprobColumns, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.LogprobColumns, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("ticket_id", "error")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
@@ -41,7 +44,24 @@ SAMPLING = st.builds(
     top_k=U32,
     seed=st.integers(-(2**63), 2**63 - 1),
     ignore_eos=st.booleans(),
+    min_p=SECONDS,
+    presence_penalty=SECONDS,
+    frequency_penalty=SECONDS,
+    repetition_penalty=st.floats(0, allow_infinity=False, exclude_min=True),
+    logit_bias=st.lists(st.tuples(U32, SECONDS), max_size=3).map(tuple),
+    min_tokens=U32,
+    stop_token_ids=st.lists(U32, max_size=3).map(tuple),
+    logprobs=st.none() | U32,
+    prompt_logprobs=st.none() | U32,
+    grammar=st.none() | st.builds(p.Grammar, st.sampled_from(p.GrammarKind), TEXT),
 )
+LOGPROB = st.floats(max_value=0, allow_nan=False)
+LOGPROBS = st.lists(
+    st.builds(
+        p.TokenLogprobs, U32, LOGPROB, U32, st.lists(st.tuples(U32, LOGPROB), max_size=3).map(tuple)
+    ),
+    max_size=3,
+).map(tuple)
 
 
 @st.composite
@@ -69,6 +89,7 @@ LOAD = st.builds(p.WorkerLoad, U64, U64, U64, U64, U64, U64, SECONDS, SECONDS, U
 TIMINGS = st.lists(st.builds(p.StageTiming, TEXT, TEXT, SECONDS), max_size=3).map(tuple)
 FINISH = st.sampled_from(p.FinishReason)
 ITEM = st.builds(m.TokenItem, TICKET_ID, U32, TOKENS, st.none() | FINISH, U32)
+RICH_ITEM = st.builds(m.TokenItem, TICKET_ID, U32, TOKENS, st.none(), U32, LOGPROBS, U32, LOGPROBS)
 PLAIN_ITEM = st.builds(m.TokenItem, st.builds(p.TicketId, NAME), U32, st.tuples(U32))
 HELLO = st.builds(m.Hello, TEXT, TEXT, TEXT, TEXT, GEOMETRY, TEXT, U32, U64)
 ABORT = st.builds(m.Abort, TICKET_ID, ERROR)
@@ -90,7 +111,7 @@ CHANNELS = {
         [
             st.builds(m.Queued, TICKET_ID, U32, TEXT),
             st.builds(m.Reserved, TICKET_ID, U32),
-            st.builds(m.Tokens, st.lists(ITEM | PLAIN_ITEM, max_size=5).map(tuple)),
+            st.builds(m.Tokens, st.lists(ITEM | PLAIN_ITEM | RICH_ITEM, max_size=5).map(tuple)),
             st.builds(m.SenderLost, TICKET_ID, ERROR),
             st.builds(m.Done, TICKET_ID, st.sampled_from(p.Outcome), TIMINGS, st.none() | ERROR),
             st.builds(m.WorkerHeartbeat, TEXT, TEXT, LOAD),
@@ -103,7 +124,17 @@ CHANNELS = {
             HELLO,
             st.builds(m.Offer, TICKET_ID, U32, SECONDS),
             st.builds(m.Announce, TICKET_ID, U32, U32, U32, U64),
-            st.builds(m.Commit, TICKET_ID, TOKENS, U32, U64, st.lists(U64, max_size=4).map(tuple)),
+            st.builds(
+                m.Commit,
+                TICKET_ID,
+                TOKENS,
+                U32,
+                U64,
+                st.lists(U64, max_size=4).map(tuple),
+                LOGPROBS,
+                U32,
+                LOGPROBS,
+            ),
             ABORT,
             ALIVE,
         ],
@@ -139,6 +170,7 @@ def test_every_message_survives_its_channel(channel: str, data: st.DataObject) -
 @settings(max_examples=100, deadline=None)
 @given(
     st.builds(p.Delta, U32, TOKENS, TEXT)
+    | st.builds(p.Delta, U32, TOKENS, TEXT, U32, LOGPROBS, LOGPROBS, FINISH, st.none() | TEXT)
     | st.builds(p.Complete, FINISH, st.builds(p.Usage, U32, U32, U32), st.none() | TEXT, TIMINGS)
 )
 def test_answers_survive(value: p.Delta | p.Complete) -> None:
@@ -205,6 +237,20 @@ def _ticket(**changes: object) -> s.RouterFrame:
     return s.RouterFrame(open={"ticket": ticket})
 
 
+def _sampling(**changes: object) -> s.RouterFrame:
+    frame = _ticket()
+    frame.open.ticket.sampling.MergeFrom(s.Sampling(**changes))
+    return frame
+
+
+ONE_LOGPROB = {"token_ids": [1], "logprobs": [-1.0], "ranks": [1]}
+
+
+def _one_token(**columns: object) -> s.WorkerFrame:
+    plain = {"request_ids": ["r"], "indexes": [0], "token_ids": [5]}
+    return s.WorkerFrame(tokens=plain | columns)
+
+
 def test_the_ticket_that_the_bad_ones_are_made_of_is_good() -> None:
     assert ROUTER_FRAMES.decode(_ticket()).ticket.n_prompt == 2
 
@@ -247,6 +293,47 @@ def test_the_ticket_that_the_bad_ones_are_made_of_is_good() -> None:
             "finish_reasons 9 is unknown",
         ),
         (WORKER_FRAMES, s.WorkerFrame(heartbeat={"worker_id": "w"}), "without load"),
+        (WORKER_FRAMES, _one_token(logprob_counts=[1]), "0 logprobs, not 1"),
+        (WORKER_FRAMES, _one_token(logprob_counts=[0, 0]), "logprobs_counts has 2 rows"),
+        (WORKER_FRAMES, _one_token(cached_tokens=[1, 2]), "cached_tokens has 2 rows"),
+        (WORKER_FRAMES, _one_token(prompt_logprob_counts=[4_000_000_000]), "not 4000000000"),
+        (
+            WORKER_FRAMES,
+            _one_token(logprob_counts=[1], logprobs={"token_ids": [1], "logprobs": [-1.0]}),
+            "ranks has 0 rows, not 1",
+        ),
+        (
+            WORKER_FRAMES,
+            _one_token(logprob_counts=[1], logprobs=ONE_LOGPROB | {"top_counts": [1]}),
+            "0 top_ids, not 1",
+        ),
+        (
+            WORKER_FRAMES,
+            _one_token(logprob_counts=[1], logprobs=ONE_LOGPROB | {"top_ids": [1]}),
+            "differ in length",
+        ),
+        (
+            WORKER_FRAMES,
+            _one_token(logprob_counts=[1], logprobs=ONE_LOGPROB | {"logprobs": [math.nan]}),
+            "not a number",
+        ),
+        (ROUTER_FRAMES, _sampling(bias_ids=[1]), "biases has 0 rows, not 1"),
+        (ROUTER_FRAMES, _sampling(bias_ids=[1], biases=[math.nan]), "biases is not a number"),
+        (ROUTER_FRAMES, _sampling(repetition_penalty=0.0), "repetition_penalty 0.0"),
+        (ROUTER_FRAMES, _sampling(repetition_penalty=math.nan), "repetition_penalty nan"),
+        (ROUTER_FRAMES, _sampling(min_p=math.nan), "min_p is not a number"),
+        (ROUTER_FRAMES, _sampling(grammar={"text": "x"}), "grammar 0 is unknown"),
+        (ROUTER_FRAMES, _sampling(grammar={"kind": 77}), "grammar 77 is unknown"),
+        (
+            SENDER_FRAMES,
+            t.SenderFrame(
+                commit={
+                    "ticket_id": {"request_id": "r", "attempt": 1},
+                    "prompt_logprobs": {"token_ids": [1]},
+                }
+            ),
+            "logprobs has 0 rows, not 1",
+        ),
         (SENDER_FRAMES, t.SenderFrame(hello={"worker_id": "w"}), "without geometry"),
         (RECEIVER_FRAMES, t.ReceiverFrame(abort={"ticket_id": {"request_id": "r"}}), "attempt"),
     ],
@@ -273,3 +360,18 @@ def test_a_plain_decode_step_is_compact() -> None:
     assert frame.ByteSize() < 30 * 64
     assert not frame.tokens.attempts
     assert not frame.tokens.finish_reasons
+    set_columns = {field.name for field, _ in frame.tokens.ListFields()}
+    assert set_columns == {"request_ids", "indexes", "token_ids"}
+
+
+def test_logprobs_are_compact_and_only_those_rows_that_asked_have_them() -> None:
+    """One row of 64 with 5 likeliest tokens: about a hundred bytes more in all."""
+    ids = [p.TicketId(f"request-{i:08}") for i in range(64)]
+    plain = [m.TokenItem(i, 1000, (40_000,)) for i in ids]
+    top = tuple((40_000 + i, -1.0 - i) for i in range(5))
+    rich = replace(plain[7], logprobs=(p.TokenLogprobs(40_000, -0.5, 1, top),))
+    tokens = m.Tokens((*plain[:7], rich, *plain[8:]))
+    frame = WORKER_FRAMES.encode(tokens)
+    more = frame.ByteSize() - WORKER_FRAMES.encode(m.Tokens(tuple(plain))).ByteSize()
+    assert more < 64 + 100
+    assert WORKER_FRAMES.decode(frame) == tokens
