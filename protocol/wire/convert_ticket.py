@@ -56,6 +56,7 @@ def encode_ticket(value: Ticket) -> s.Ticket:
 
 def decode_ticket(message: s.Ticket) -> Ticket:
     """One attempt at one request; its prompt is at least one token."""
+    sampling = _decode_sampling(need(message, "sampling"))
     if not 1 <= message.n_prompt <= len(message.tokens):
         raise MalformedFrame(
             f"n_prompt {message.n_prompt} is not within 1..{len(message.tokens)} tokens",
@@ -67,7 +68,7 @@ def decode_ticket(message: s.Ticket) -> Ticket:
         receiver=decode_peer(need(message, "receiver")),
         tokens=tuple(message.tokens),
         n_prompt=message.n_prompt,
-        sampling=_decode_sampling(need(message, "sampling")),
+        sampling=sampling,
         n_delivered=message.n_delivered,
         n_choices=message.n_choices,
         priority=message.priority,
