@@ -66,9 +66,10 @@ class RoleOptions:
             return InvalidArgument(
                 f"n_prompt {ticket.n_prompt} of a ticket with {len(ticket.tokens)} tokens"
             ).info()
-        if ticket.n_choices != 1:
+        if not 1 <= ticket.n_choices <= self.max_num_seqs:
             return InvalidArgument(
-                f"{ticket.n_choices} choices; only 1 is served", field="n"
+                f"{ticket.n_choices} choices; a worker runs 1 to {self.max_num_seqs} sequences",
+                field="n",
             ).info()
         if len(ticket.tokens) - ticket.n_prompt >= ticket.sampling.max_tokens:
             return InvalidArgument(

@@ -33,7 +33,9 @@ def test_a_budget_that_cannot_hold_decodes_and_prompts_is_refused_with_the_numbe
         ({}, None),
         ({"tokens": (), "n_prompt": 0}, "INVALID_ARGUMENT"),
         ({"n_prompt": 21}, "INVALID_ARGUMENT"),
-        ({"n_choices": 2}, "INVALID_ARGUMENT"),
+        ({"n_choices": 0}, "INVALID_ARGUMENT"),
+        ({"n_choices": 32}, None),
+        ({"n_choices": 33}, "INVALID_ARGUMENT"),
         ({"sampling": SamplingParams(max_tokens=2)}, "INVALID_ARGUMENT"),  # 2 are there already
         ({"sampling": SamplingParams(max_tokens=32)}, None),
         ({"sampling": SamplingParams(max_tokens=33)}, "CONTEXT_LENGTH_EXCEEDED"),
