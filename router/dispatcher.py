@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from protocol.config import TandemConfig
 from protocol.errors import (
@@ -104,18 +104,20 @@ class Dispatcher:
     # --- for the front ends ---------------------------------------------------------------------
 
     async def generate(
-        self, request: Request, text: IncrementalText | None
+        self, request: Request, texts: Sequence[IncrementalText] = ()
     ) -> AsyncGenerator[Delta | Complete, None]:
         """Run one request. Yields ``Delta``s, then exactly one ``Complete``.
 
-        ``request.sampling.seed`` must be set by the caller. ``text`` (``TextCodec.decoder_for``)
-        turns tokens into text and matches stop strings; None yields tokens without text.
+        ``request.sampling.seed`` must be set by the caller. ``texts``, one per choice
+        (``TextCodec.decoder_for``), turn tokens into text and match stop strings; without them
+        tokens come without text. Where there are several choices, the last ``Delta`` of each
+        has its finish reason, and ``Complete`` comes when all have ended.
         Closing the generator (use ``contextlib.aclosing``) or cancelling its task cancels both
         legs. Raises a ``TandemError`` (also before the first item): ``InvalidArgument``,
         ``NeverFits``, ``Overloaded``, ``Unavailable``, ``DeadlineExceeded``, ``SlowReader``,
         ``DataLoss``, ``InternalError``.
         """
-        flight = self._admit(request, text)
+        flight = self._admit(request, texts)
         try:
             async for piece in flight.answer.pieces():
                 yield piece
@@ -189,7 +191,7 @@ class Dispatcher:
 
     # --- admission ------------------------------------------------------------------------------
 
-    def _admit(self, request: Request, text: IncrementalText | None) -> Flight:
+    def _admit(self, request: Request, texts: Sequence[IncrementalText]) -> Flight:
         if self._closed:
             raise Unavailable("the router is shutting down")
         if request.request_id in self._live:
@@ -202,7 +204,7 @@ class Dispatcher:
         self._serial += 1
         key = order_key(request, now, self._ledger, self._config)
         waiting = Waiting(request.priority, key, self._serial, request, now)
-        flight = Flight(request, text, now, waiting)
+        flight = Flight(request, texts, now, waiting)
         self._live[request.request_id] = flight
         try:
             if len(self._queue) or not self._try(waiting):
@@ -254,6 +256,7 @@ class Dispatcher:
             tokens=request.prompt,
             n_prompt=len(request.prompt),
             sampling=request.sampling,
+            n_choices=request.n_choices,
             priority=request.priority,
             order_key=flight.waiting.order_key,
             ttft_target_s=self._config.slo.ttft_ms / 1000,

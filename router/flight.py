@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from protocol.errors import TandemError
 from protocol.types import Complete, Delta, Request, StageTiming
 from router.admission import Waiting
 from router.leg_events import Side
-from router.legs import Legs
+from router.leg_state import Legs
 from router.policy import Route
 from router.text import IncrementalText
 
@@ -74,7 +74,7 @@ class Flight:
     """One request from its admission until both of its legs are over. Instants in seconds."""
 
     request: Request
-    text: IncrementalText | None
+    texts: Sequence[IncrementalText]  # one per choice, or none at all
     arrival: float
     waiting: Waiting
     answer: Answer = field(default_factory=Answer)
@@ -83,7 +83,7 @@ class Flight:
     wait_reason: str = ""
     dispatched_at: float = 0.0
     first_token_at: float | None = None
-    last_token_at: float = 0.0
+    last_token_at: dict[int, float] = field(default_factory=dict)  # by choice
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
     def side_of(self, worker_id: str) -> Side | None:
@@ -109,11 +109,11 @@ class Flight:
         if timer is not None:
             timer.cancel()
 
-    def note_token(self, now: float) -> None:
-        """A token was delivered."""
+    def note_token(self, choice: int, now: float) -> None:
+        """A token of this choice was delivered."""
         if self.first_token_at is None:
             self.first_token_at = now
-        self.last_token_at = now
+        self.last_token_at[choice] = now
 
     def stage_timings(self, by_workers: tuple[StageTiming, ...]) -> tuple[StageTiming, ...]:
         """The stages of an answered request, in order; what a worker has not said in time is
@@ -124,6 +124,6 @@ class Flight:
             return timings
         if all(timing.stage != "decode" for timing in timings):
             where = self.legs.ticket.receiver.worker_id
-            seen = self.last_token_at - self.first_token_at
+            seen = max(self.last_token_at.values()) - self.first_token_at
             timings = (*timings, StageTiming("decode", where, seen))
         return timings

@@ -27,14 +27,23 @@ from protocol.messages import (
     Tokens,
     WorkerToRouter,
 )
-from protocol.types import Complete, Delta, Peer, Ticket, TicketId, Usage, WorkerInfo
+from protocol.types import (
+    Complete,
+    Delta,
+    FinishReason,
+    Peer,
+    Ticket,
+    TicketId,
+    Usage,
+    WorkerInfo,
+)
 from router import leg_events as on
 from router import legs as leg_rules
 from router.failures import Failures
 from router.flight import Flight
 from router.ledger import Ledger
 from router.leg_events import Side
-from router.legs import LegState
+from router.leg_state import LegState
 from router.meter import Meter
 from router.policy import Route
 from router.session import WorkerSessions
@@ -166,8 +175,8 @@ class InFlight:
                 self._send(flight, side, Open(ticket))
             case on.CancelLeg(side=side, cause=cause):
                 self._send(flight, side, Cancel(ticket.id, cause))
-            case on.StopReceiver(index=index):
-                self._send(flight, Side.RECEIVER, Stop(ticket.id, index))
+            case on.StopReceiver(index=index, choice=choice):
+                self._send(flight, Side.RECEIVER, Stop(ticket.id, index, choice))
             case on.Release(side=side):
                 peer = ticket.receiver if side is Side.RECEIVER else ticket.sender
                 if peer is not None:
@@ -192,39 +201,59 @@ class InFlight:
 
     def _deliver(self, flight: Flight, effect: on.Deliver) -> None:
         """Tokens become text and go into the buffer; what the text says becomes an event."""
-        token_ids, text, matched = effect.token_ids, "", None
-        if flight.text is not None:
-            piece = flight.text.push(token_ids)
+        token_ids, logprobs, text, matched = effect.token_ids, effect.logprobs, "", None
+        if flight.texts:
+            texts = flight.texts[effect.choice]
+            piece = texts.push(token_ids)
             text, matched = piece.text, piece.stop_matched
             if piece.stop_token_index is not None:
-                token_ids = token_ids[: piece.stop_token_index + 1 - effect.index]
+                kept = piece.stop_token_index + 1 - effect.index
+                token_ids, logprobs = token_ids[:kept], logprobs[:kept]
             elif effect.last:
-                text += flight.text.finish()
+                text += texts.finish()
         if token_ids:
-            self._note_tokens(flight, len(token_ids))
-        if token_ids or text:
-            flight.answer.push(Delta(effect.index, token_ids, text))
+            self._note_tokens(flight, effect.choice, len(token_ids))
+        finish = FinishReason.STOP if matched is not None else effect.finish
+        if flight.request.n_choices == 1:
+            finish = None  # its end is the answer's
+        if token_ids or text or finish:
+            flight.answer.push(
+                Delta(
+                    effect.index,
+                    token_ids,
+                    text,
+                    effect.choice,
+                    logprobs,
+                    effect.prompt_logprobs,
+                    finish,
+                    matched if finish else None,
+                )
+            )
         if matched is not None:
-            self.feed(flight, on.StopMatched(matched, effect.index + len(token_ids)))
+            end = effect.index + len(token_ids)
+            self.feed(flight, on.StopMatched(matched, end, effect.choice))
         elif effect.last:
-            self.feed(flight, on.TextDone())
-        elif flight.answer.n_unread > self._config.router.limits.stream_buffer:
+            self.feed(flight, on.TextDone(effect.choice))
+        elif flight.answer.n_unread > self._most_unread(flight):
             self.feed(flight, on.ReaderStuck(flight.answer.n_unread))
 
-    def _note_tokens(self, flight: Flight, n_tokens: int) -> None:
+    def _most_unread(self, flight: Flight) -> int:
+        return self._config.router.limits.stream_buffer * flight.request.n_choices
+
+    def _note_tokens(self, flight: Flight, choice: int, n_tokens: int) -> None:
         assert flight.legs is not None
-        self._meter.tokens(flight, n_tokens, self._clock())
+        self._meter.tokens(flight, choice, n_tokens, self._clock())
         if flight.first_token_at is None:
             ticket = flight.legs.ticket
             computed_at = ticket.receiver if ticket.sender is None else ticket.sender
             self._ledger.prompt_computed(ticket.id, computed_at.worker_id)
-        flight.note_token(self._clock())
+        flight.note_token(choice, self._clock())
 
     def _complete(self, flight: Flight, effect: on.Finish) -> Complete:
         assert flight.legs is not None
         timings = flight.stage_timings(effect.timings)
         self._meter.stages(timings)
-        usage = Usage(len(flight.request.prompt), effect.n_tokens)
+        usage = Usage(len(flight.request.prompt), effect.n_tokens, effect.cached_tokens)
         return Complete(effect.reason, usage, effect.matched_stop, timings)
 
     def end(self, flight: Flight, end: Complete | TandemError) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from protocol.errors import ErrorInfo
 from protocol.messages import TokenItem
-from protocol.types import FinishReason, Outcome, StageTiming
+from protocol.types import FinishReason, Outcome, StageTiming, TokenLogprobs
 
 
 class Side(StrEnum):
@@ -42,15 +42,18 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True)
 class StopMatched:
-    """A stop string is complete: ``n_tokens`` tokens belong to the answer."""
+    """A stop string is complete: ``n_tokens`` tokens belong to this choice."""
 
     stop: str
     n_tokens: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TextDone:
-    """The last token's text was looked at and no stop string ended the answer."""
+    """The text of a choice's last token was looked at and no stop string ended it."""
+
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +154,10 @@ class CancelLeg:
 
 @dataclass(frozen=True, slots=True)
 class StopReceiver:
-    """Send Stop: tokens from ``index`` on are dropped."""
+    """Send Stop: tokens of this choice from ``index`` on are dropped."""
 
     index: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +165,20 @@ class Deliver:
     """Give these tokens to the text layer and on to the client.
 
     The text layer answers with ``StopMatched`` when a stop string is complete; otherwise, when
-    ``last`` is set, with ``TextDone``. Always the last effect of its list.
+    they are the choice's last, with ``TextDone``. Always the last effect of its list.
     """
 
     index: int
     token_ids: tuple[int, ...]
-    last: bool
+    finish: FinishReason | None = None
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def last(self) -> bool:
+        """No token of this choice follows."""
+        return self.finish is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +188,13 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The client's end: success."""
+    """The client's end: success. ``n_tokens`` counts all choices, the reason is the first's."""
 
     reason: FinishReason
     n_tokens: int
     matched_stop: str | None
     timings: tuple[StageTiming, ...]
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ Life of a request (the rungs of the ladder in ``protocol.lifecycle``):
  1. ``begin``: both legs are opened at the same moment, or none if one is known unreachable.
  2. RESERVING -> RESERVED: the receiver holds a credit (and may lose it again while it waits).
  3. RUNNING: tokens flow. The sender has committed by then; what it says later changes nothing.
- 4. JUDGING: the last token was delivered, the text layer says whether a stop string ended it.
- 5. SETTLING: the answer is whole. The end waits for the timings of both legs, but no longer
-    than one short timer (``Settle``), so no client pays for them.
+ 4. JUDGING: the last token of a choice was delivered, the text layer says whether a stop string
+    ended it. While other choices go on it is RUNNING again after that.
+ 5. SETTLING: every choice is over, the answer is whole. The end waits for the timings of both
+    legs, but no longer than one short timer (``Settle``), so no client pays for them.
  6. COMPLETE or FAILED. Legs that are not over yet go on to be over; whatever they deliver is
     counted and dropped; ``LingerOver`` ends the wait for a leg that never says Done.
 
@@ -23,8 +24,7 @@ ticket's id is the seam for rebinding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from protocol.errors import (
     Cancelled,
@@ -35,6 +35,7 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.types import FinishReason, Outcome, StageTiming, Ticket
+from router.choices import Choice, changed, fault, no_news
 from router.leg_events import (
     Broken,
     CancelLeg,
@@ -63,59 +64,7 @@ from router.leg_events import (
     TokensArrived,
     WorkerLost,
 )
-
-
-class LegState(StrEnum):
-    """One leg as the router knows it. A leg that was never opened is OVER."""
-
-    OPEN = "open"
-    ENDING = "ending"  # Cancel or Stop was sent, Done has not come
-    OVER = "over"
-
-
-class Phase(StrEnum):
-    """The request as a whole; see the file's head."""
-
-    RESERVING = "reserving"
-    RESERVED = "reserved"
-    RUNNING = "running"
-    JUDGING = "judging"
-    SETTLING = "settling"
-    COMPLETE = "complete"
-    FAILED = "failed"
-
-
-# --- state -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Legs:
-    """The state of one request. ``n_tokens`` is the sequence number expected next."""
-
-    ticket: Ticket
-    phase: Phase
-    sender: LegState
-    receiver: LegState
-    n_tokens: int = 0
-    finish: FinishReason | None = None
-    matched_stop: str | None = None
-    timings: tuple[StageTiming, ...] = ()
-    led_here: str = "begin"  # the event that led to this phase
-
-    @property
-    def has_ended(self) -> bool:
-        """The client has had its end."""
-        return self.phase in (Phase.COMPLETE, Phase.FAILED)
-
-    @property
-    def legs_over(self) -> bool:
-        """Nothing of this request runs anywhere any more."""
-        return self.sender is LegState.OVER and self.receiver is LegState.OVER
-
-    def leg(self, side: Side) -> LegState:
-        """The state of one leg."""
-        return self.sender if side is Side.SENDER else self.receiver
-
+from router.leg_state import Legs, LegState, Phase
 
 Step = tuple[Legs, list[Effect]]
 
@@ -127,7 +76,8 @@ def begin(ticket: Ticket, unreachable: Mapping[Side, ErrorInfo]) -> Step:
         gone: list[Effect] = [Release(side) for side in _sides(ticket)]
         return failed, [*gone, Fail(error)]
     sender = LegState.OVER if ticket.sender is None else LegState.OPEN
-    legs = Legs(ticket, Phase.RESERVING, sender, LegState.OPEN)
+    choices = (Choice(),) * ticket.n_choices
+    legs = Legs(ticket, Phase.RESERVING, sender, LegState.OPEN, choices)
     return legs, [OpenLeg(side) for side in _sides(ticket)]
 
 
@@ -170,6 +120,14 @@ def _fail(legs: Legs, error: ErrorInfo) -> Step:
     return replace(legs, phase=Phase.FAILED), [*effects, Fail(error)]
 
 
+def _choice_over(legs: Legs, choice: int) -> Step:
+    """The last choice to be over settles the request; until then the others go on."""
+    legs = replace(legs, choices=changed(legs.choices, choice, is_over=True))
+    if all(each.is_over for each in legs.choices):
+        return _settle(legs)
+    return replace(legs, phase=Phase.RUNNING), []
+
+
 def _settle(legs: Legs) -> Step:
     """The answer is whole: end now if both legs have reported, else very soon."""
     settling = replace(legs, phase=Phase.SETTLING)
@@ -177,8 +135,9 @@ def _settle(legs: Legs) -> Step:
 
 
 def _complete(legs: Legs) -> Step:
-    reason = FinishReason.STOP if legs.finish is None else legs.finish
-    end = Finish(reason, legs.n_tokens, legs.matched_stop, legs.timings)
+    first = legs.choices[0]
+    reason = FinishReason.STOP if first.finish is None else first.finish
+    end = Finish(reason, legs.n_tokens, first.matched_stop, legs.timings, legs.cached_tokens)
     return replace(legs, phase=Phase.COMPLETE), [end]
 
 
@@ -232,46 +191,48 @@ def _nothing(legs: Legs, event: Event) -> Step:
 
 def _tokens(legs: Legs, event: Event) -> Step:
     assert isinstance(event, TokensArrived)
-    item, expected = event.item, legs.n_tokens
-    end = item.index + len(item.token_ids)
-    if item.index < expected and end <= expected:
-        return legs, [Count("duplicate_tokens")]
-    worker = legs.ticket.receiver.worker_id
-    if item.index != expected or item.choice != 0:
-        return _fail(
-            legs,
-            InternalError(
-                f"{worker} sent token {item.index} of choice {item.choice} where token "
-                f"{expected} of choice 0 was due"
-            ).info(),
-        )
-    if end > legs.ticket.sampling.max_tokens:
-        most = legs.ticket.sampling.max_tokens
-        return _fail(legs, InternalError(f"{worker} sent {end} tokens of at most {most}").info())
-    if not item.token_ids and item.finish_reason is None:
-        return legs, [Count("duplicate_tokens")]
-    last = item.finish_reason is not None
+    item = event.item
+    counter = no_news(legs.choices, item)
+    if counter is not None:
+        return legs, [Count(counter)]
+    error = fault(legs.ticket, legs.choices, item)
+    if error is not None:
+        return _fail(legs, error)
+    end, finish = item.index + len(item.token_ids), item.finish_reason
     after = replace(
         legs,
-        phase=Phase.JUDGING if last else Phase.RUNNING,
-        n_tokens=end,
-        finish=item.finish_reason,
+        phase=Phase.RUNNING if finish is None else Phase.JUDGING,
+        choices=changed(legs.choices, item.choice, n_tokens=end, finish=finish),
+        cached_tokens=max(legs.cached_tokens, item.cached_tokens),
     )
-    return after, [Deliver(item.index, item.token_ids, last)]
+    delivery = Deliver(
+        item.index, item.token_ids, finish, item.choice, item.logprobs, item.prompt_logprobs
+    )
+    return after, [delivery]
 
 
 def _stop_matched(legs: Legs, event: Event) -> Step:
     assert isinstance(event, StopMatched)
     effects: list[Effect] = []
+    is_last = sum(not choice.is_over for choice in legs.choices) == 1
     if legs.phase is Phase.RUNNING and legs.receiver is LegState.OPEN:
-        effects.append(StopReceiver(event.n_tokens))
-        legs = replace(legs, receiver=LegState.ENDING)
-    legs = replace(legs, n_tokens=event.n_tokens, finish=FinishReason.STOP, matched_stop=event.stop)
-    return _then((legs, effects), _settle)
+        effects.append(StopReceiver(event.n_tokens, event.choice))
+        if is_last:
+            legs = replace(legs, receiver=LegState.ENDING)
+    choices = changed(
+        legs.choices,
+        event.choice,
+        n_tokens=event.n_tokens,
+        finish=FinishReason.STOP,
+        matched_stop=event.stop,
+    )
+    over = _choice_over(replace(legs, choices=choices), event.choice)
+    return over[0], [*effects, *over[1]]
 
 
 def _text_done(legs: Legs, event: Event) -> Step:
-    return _settle(legs)
+    assert isinstance(event, TextDone)
+    return _choice_over(legs, event.choice)
 
 
 def _done_before_commit(legs: Legs, event: Event) -> Step:

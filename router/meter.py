@@ -42,15 +42,18 @@ class Meter:
         self._telemetry.count("fallbacks", cause)
         self.counters[f"fallback_{cause}"] += 1
 
-    def tokens(self, flight: Flight, n_tokens: int, now: float) -> None:
-        """Tokens are about to be noted in the flight."""
+    def tokens(self, flight: Flight, choice: int, n_tokens: int, now: float) -> None:
+        """Tokens of a choice are about to be noted in the flight."""
         self._telemetry.count("tokens_delivered", amount=n_tokens)
-        if flight.first_token_at is None:
+        last = flight.last_token_at.get(choice)
+        if last is None:
+            if flight.first_token_at is not None:
+                return  # the first token of a further choice is neither a first nor a next one
             waited_s = now - flight.arrival
             self._telemetry.observe("ttft_seconds", waited_s)
             late, target = waited_s * 1000 > self._slo.ttft_ms, "ttft"
         else:
-            gap_s = now - flight.last_token_at
+            gap_s = now - last
             self._telemetry.observe("itl_seconds", gap_s)
             late, target = gap_s * 1000 > self._slo.itl_ms, "itl"
         if late:

@@ -40,7 +40,7 @@ class Core(Protocol):
     """The part of ``router.dispatcher.Dispatcher`` that the front ends use."""
 
     def generate(
-        self, request: Request, text: IncrementalText | None
+        self, request: Request, texts: Sequence[IncrementalText]
     ) -> AsyncGenerator[Delta | Complete, None]: ...
     def can_serve(self) -> tuple[bool, str]: ...
     def status(self) -> RouterStatus: ...
@@ -92,7 +92,8 @@ class InferenceService:
 
     def answer(self, request: Request) -> AsyncGenerator[Delta | Complete, None]:
         """The answer as it grows: ``Delta``s, then one ``Complete``. Close it to cancel."""
-        return self.core.generate(request, self.codec.decoder_for(request))
+        texts = [self.codec.decoder_for(request) for _ in range(request.n_choices)]
+        return self.core.generate(request, texts)
 
     def _check_length(self, n_chars: int, field: str) -> None:
         context = self.intake.limits.max_model_len

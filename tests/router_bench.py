@@ -173,9 +173,9 @@ class Bench:
             while not holds():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
-    def ask(self, wanted: Request, text: Any = None) -> asyncio.Task[list[Delta | Complete]]:
+    def ask(self, wanted: Request, *texts: Any) -> asyncio.Task[list[Delta | Complete]]:
         async def read() -> list[Delta | Complete]:
-            async with aclosing(self.core.generate(wanted, text)) as pieces:
+            async with aclosing(self.core.generate(wanted, texts)) as pieces:
                 return [piece async for piece in pieces]
 
         task = asyncio.create_task(read())

@@ -129,7 +129,7 @@ class Core:
     def _submit(self, request: Request, answer: Answer) -> Future[None]:
         async def run() -> None:
             try:
-                async with contextlib.aclosing(self.dispatcher.generate(request, None)) as pieces:
+                async with contextlib.aclosing(self.dispatcher.generate(request)) as pieces:
                     async for piece in pieces:
                         _take(answer, piece)
             except TandemError as error:

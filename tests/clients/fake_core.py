@@ -96,8 +96,9 @@ class FakeCore:
             return self.changed.wait_for(condition, timeout_s)
 
     async def generate(
-        self, request: Request, text: IncrementalText | None
+        self, request: Request, texts: Sequence[IncrementalText]
     ) -> AsyncGenerator[Delta | Complete, None]:
+        (text,) = texts
         self._loop = asyncio.get_running_loop()
         self._note(self.requests, request)
         prompt = self.codec.decode(request.prompt)

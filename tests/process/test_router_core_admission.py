@@ -99,7 +99,7 @@ def test_deadlines_end_requests_that_wait_and_requests_that_run() -> None:
 def test_a_slow_reader_is_cancelled() -> None:
     async def scenario() -> None:
         async with Bench(limits=LimitsConfig(stream_buffer=4)) as bench:
-            stream = bench.core.generate(request(), None)
+            stream = bench.core.generate(request())
             first = asyncio.create_task(anext(stream))
             ticket = await bench.both_opened()
             bench.decode.tokens(ticket, 0, 10)

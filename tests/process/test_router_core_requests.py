@@ -81,7 +81,7 @@ def test_the_end_does_not_wait_for_a_leg_that_does_not_report() -> None:
 def test_a_client_that_hangs_up_ends_both_legs() -> None:
     async def scenario() -> None:
         async with Bench() as bench:
-            stream = bench.core.generate(request(), None)
+            stream = bench.core.generate(request())
             first = asyncio.create_task(anext(stream))
             ticket = await bench.both_opened()
             bench.decode.tokens(ticket, 0, 7)

@@ -22,20 +22,25 @@ from protocol.types import (
     StageTiming,
     Ticket,
     TicketId,
+    TokenLogprobs,
 )
 from router import leg_events as on
 from router.leg_events import Side
-from router.legs import TABLE, Legs, LegState, Phase, advance, begin
+from router.leg_state import Legs, LegState, Phase
+from router.legs import TABLE, advance, begin
 
 P, D = Peer("prefill-0", "i", "p:1"), Peer("decode-0", "i", "d:1")
 TICKET = Ticket(TicketId("r"), P, D, (5, 6), 2, SamplingParams(max_tokens=3))
 LOCAL = replace(TICKET, sender=None)
+TWO = replace(LOCAL, n_choices=2, sampling=SamplingParams(max_tokens=2))
 BAD = ErrorInfo("DATA_LOSS", "checksums differ")
 GONE = ErrorInfo("UNAVAILABLE", "worker is gone")
 
 
-def item(index: int, *ids: int, end: FinishReason | None = None) -> on.TokensArrived:
-    return on.TokensArrived(TokenItem(TICKET.id, index, ids, end))
+def item(
+    index: int, *ids: int, end: FinishReason | None = None, choice: int = 0, **more: object
+) -> on.TokensArrived:
+    return on.TokensArrived(TokenItem(TICKET.id, index, ids, end, choice, **more))
 
 
 def done(side: Side, outcome: Outcome = Outcome.OK) -> on.LegDone:
@@ -49,16 +54,21 @@ class Watch:
     def __init__(self, ticket: Ticket = TICKET) -> None:
         self.legs, effects = begin(ticket, {})
         self.ends: list[on.Effect] = []
-        self.delivered: list[int] = []
+        self.delivered_by: dict[int, list[int]] = {c: [] for c in range(ticket.n_choices)}
         self.released: list[Side] = []
         self.told: dict[Side, list[str]] = {side: [] for side in Side}
         self.see(effects)
 
     def copy(self) -> Watch:
         other = object.__new__(Watch)
-        other.legs, other.ends, other.delivered = self.legs, [*self.ends], [*self.delivered]
+        other.legs, other.ends = self.legs, [*self.ends]
+        other.delivered_by = {c: [*ids] for c, ids in self.delivered_by.items()}
         other.released, other.told = [*self.released], {s: [*m] for s, m in self.told.items()}
         return other
+
+    @property
+    def delivered(self) -> list[int]:
+        return self.delivered_by[0]
 
     def feed(self, event: on.Event) -> list[on.Effect]:
         self.legs, effects = advance(self.legs, event)
@@ -71,11 +81,11 @@ class Watch:
                 case on.Finish() | on.Fail():
                     self.ends.append(effect)
                     assert len(self.ends) == 1, f"two ends: {self.ends}"
-                case on.Deliver(index=index, token_ids=ids):
+                case on.Deliver(index=index, token_ids=ids, choice=choice):
                     assert not self.ends, "tokens after the end"
                     assert i == len(effects) - 1, "Deliver is the last effect"
-                    assert index == len(self.delivered), "tokens out of sequence"
-                    self.delivered += ids
+                    assert index == len(self.delivered_by[choice]), "tokens out of sequence"
+                    self.delivered_by[choice] += ids
                 case on.Release(side=side):
                     assert side not in self.released, "a leg is released once"
                     self.released.append(side)
@@ -83,8 +93,10 @@ class Watch:
                     self.told[side].append("open")
                 case on.CancelLeg(side=side):
                     self.told[side].append("cancel")
-                case on.StopReceiver():
-                    self.told[Side.RECEIVER].append("stop")
+                case on.StopReceiver(choice=choice):
+                    told = "stop" if len(self.legs.choices) == 1 else f"stop {choice}"
+                    assert told not in self.told[Side.RECEIVER], "a choice is stopped once"
+                    self.told[Side.RECEIVER].append(told)
         self.check()
 
     def check(self) -> None:
@@ -93,12 +105,15 @@ class Watch:
         for side in Side:
             told = self.told[side]
             assert told.count("open") <= 1 and told.count("cancel") + told.count("stop") <= 1
+            stopped = len([word for word in told if word.startswith("stop")])
+            assert stopped + told.count("cancel") <= len(legs.choices), "Stop was enough"
             if side in self.released:
                 assert legs.leg(side) is LegState.OVER
         if legs.phase is Phase.FAILED:
             assert all(legs.leg(side) is not LegState.OPEN for side in Side), "a leg runs on"
         if legs.phase is Phase.COMPLETE:
-            assert legs.finish is not None and isinstance(self.ends[0], on.Finish)
+            assert all(c.finish is not None for c in legs.choices)
+            assert isinstance(self.ends[0], on.Finish)
             assert self.ends[0].n_tokens == legs.n_tokens
         if legs.phase in (Phase.RESERVING, Phase.RESERVED):
             assert legs.n_tokens == 0
@@ -126,17 +141,31 @@ OTHERS_SAY = [
     on.Broken(GONE),
     on.SettleDue(),
 ]
+OTHER_CHOICE_SAYS = [
+    item(0, 5, choice=1),
+    item(0, 5, choice=1, end=FinishReason.STOP),
+    item(1, 6, choice=1, end=FinishReason.LENGTH),
+]
 ANYTHING = [*SENDER_SAYS, *RECEIVER_SAYS, *OTHERS_SAY]
 
 
-def next_events(watch: Watch, delivered: bool) -> list[on.Event]:
-    """Every event that the dispatcher could raise now; ``delivered``: a Deliver just went out."""
+def delivered_choice(effects: list[on.Effect]) -> int | None:
+    """The choice of the Deliver that just went out, if one did."""
+    return effects[-1].choice if effects and isinstance(effects[-1], on.Deliver) else None
+
+
+def next_events(watch: Watch, delivered: int | None) -> list[on.Event]:
+    """Every event that the dispatcher could raise now; ``delivered``: whose tokens went out."""
     legs = watch.legs
+    stopped = []
+    if delivered is not None:
+        n_tokens = legs.choices[delivered].n_tokens
+        stopped.append(on.StopMatched("x", n_tokens, delivered))
     if legs.phase is Phase.JUDGING:
-        return [on.TextDone(), on.StopMatched("x", legs.n_tokens)]
-    events = [*ANYTHING]
-    if delivered:
-        events.append(on.StopMatched("x", legs.n_tokens))
+        return [on.TextDone(delivered or 0), *stopped]
+    events = [*ANYTHING, *stopped]
+    if len(legs.choices) == 2:
+        events += OTHER_CHOICE_SAYS
     if legs.phase is not Phase.SETTLING and not legs.has_ended:
         events.remove(on.SettleDue())
     if legs.has_ended:
@@ -148,7 +177,7 @@ def explore(ticket: Ticket) -> dict[object, Watch]:
     """Every situation that any history of any length can lead to, each reached once."""
     start = Watch(ticket)
     seen: dict[object, Watch] = {}
-    waiting = [(start, False)]
+    waiting: list[tuple[Watch, int | None]] = [(start, None)]
     while waiting:
         watch, delivered = waiting.pop()
         told = tuple(tuple(messages) for messages in watch.told.values())
@@ -159,11 +188,11 @@ def explore(ticket: Ticket) -> dict[object, Watch]:
         for event in next_events(watch, delivered):
             after = watch.copy()
             effects = after.feed(event)
-            waiting.append((after, bool(effects) and isinstance(effects[-1], on.Deliver)))
+            waiting.append((after, delivered_choice(effects)))
     return seen
 
 
-@pytest.mark.parametrize("ticket", [TICKET, LOCAL], ids=["pair", "local"])
+@pytest.mark.parametrize("ticket", [TICKET, LOCAL, TWO], ids=["pair", "local", "two choices"])
 def test_every_history_of_any_length_keeps_the_laws(ticket: Ticket) -> None:
     seen = explore(ticket)
     assert {type(watch.ends[0]) for watch in seen.values() if watch.ends} == {on.Finish, on.Fail}
@@ -172,7 +201,10 @@ def test_every_history_of_any_length_keeps_the_laws(ticket: Ticket) -> None:
     for watch in seen.values():
         closing = watch.copy()
         if closing.legs.phase is Phase.JUDGING:
-            closing.feed(on.TextDone())
+            judged = next(
+                i for i, c in enumerate(closing.legs.choices) if c.finish and not c.is_over
+            )
+            closing.feed(on.TextDone(judged))
         closing.feed(on.ClientGone())
         closing.feed(on.LingerOver())
         assert closing.legs.legs_over and len(closing.ends) == 1
@@ -183,13 +215,13 @@ def test_every_history_of_any_length_keeps_the_laws(ticket: Ticket) -> None:
 def test_long_histories_keep_the_laws_and_can_always_be_closed(
     picks: list[int], local: bool
 ) -> None:
-    watch, delivered = Watch(LOCAL if local else TICKET), False
+    watch, delivered = Watch(LOCAL if local else TICKET), None
     for pick in picks:
         events = next_events(watch, delivered)
         effects = watch.feed(events[pick % len(events)])
-        delivered = bool(effects) and isinstance(effects[-1], on.Deliver)
+        delivered = delivered_choice(effects)
     if watch.legs.phase is Phase.JUDGING:
-        watch.feed(on.TextDone())
+        watch.feed(on.TextDone(delivered or 0))
     watch.feed(on.ClientGone())
     watch.feed(on.LingerOver())
     assert watch.legs.legs_over and len(watch.ends) == 1
@@ -279,7 +311,7 @@ def test_a_leg_known_unreachable_keeps_the_other_from_starting() -> None:
     [
         (item(1, 8), "token 1 "),
         (item(0, 7, 8, 9, 10), "at most 3"),
-        (on.TokensArrived(TokenItem(TICKET.id, 0, (7,), None, choice=1)), "choice 1"),
+        (item(0, 7, choice=1), "choice 1"),
     ],
 )
 def test_tokens_that_cannot_be_right_fail_the_request(event: on.Event, what: str) -> None:
@@ -295,6 +327,66 @@ def test_duplicates_are_dropped_and_an_overlap_is_an_error() -> None:
     assert watch.feed(item(1, 8)) == [on.Count("duplicate_tokens")]
     watch.feed(item(1, 8, 9))
     assert isinstance(watch.ends[0], on.Fail) and watch.delivered == [7, 8]
+
+
+def test_the_answer_is_whole_when_every_choice_is() -> None:
+    watch = Watch(TWO)
+    watch.feed(item(0, 7, cached_tokens=1))
+    watch.feed(item(0, 5, choice=1, cached_tokens=1))
+    watch.feed(item(1, 8, end=FinishReason.LENGTH))
+    watch.feed(on.TextDone(0))
+    assert watch.legs.phase is Phase.RUNNING and not watch.ends
+    watch.feed(item(1, 6, choice=1))
+    watch.feed(on.StopMatched("x", 1, choice=1))
+    watch.feed(done(Side.RECEIVER))
+    assert watch.told[Side.RECEIVER] == ["open", "stop 1"]
+    (end,) = watch.ends
+    assert isinstance(end, on.Finish)
+    assert (end.reason, end.matched_stop) == (FinishReason.LENGTH, None)
+    assert (end.n_tokens, end.cached_tokens) == (3, 1)
+    assert watch.delivered_by == {0: [7, 8], 1: [5, 6]}
+
+
+def test_a_stopped_choice_does_not_hold_up_a_cancel_of_the_others() -> None:
+    watch = Watch(TWO)
+    watch.feed(item(0, 7))
+    watch.feed(on.StopMatched("x", 1, choice=0))
+    assert watch.feed(item(1, 8)) == [on.Count("late_tokens")]
+    watch.feed(on.ClientGone())
+    assert watch.told[Side.RECEIVER] == ["open", "stop 0", "cancel"]
+
+
+def test_a_failure_of_one_choice_is_the_requests() -> None:
+    watch = Watch(TWO)
+    watch.feed(item(0, 7, end=FinishReason.STOP))
+    watch.feed(on.TextDone(0))
+    watch.feed(done(Side.RECEIVER, Outcome.FAILED))
+    assert watch.ends == [on.Fail(BAD)]
+
+
+LOGPROBS = replace(TICKET, sampling=SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=0))
+ONE = (TokenLogprobs(7, -1.0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (item(0, 7, prompt_logprobs=ONE), "0 logprobs with 1 tokens"),
+        (item(0, 7, logprobs=ONE * 2, prompt_logprobs=ONE), "2 logprobs with 1 tokens"),
+        (item(0, 7, logprobs=ONE), "0 logprobs of a prompt with 1"),
+        (item(0, 7, logprobs=ONE, prompt_logprobs=ONE), None),
+    ],
+)
+def test_logprobs_that_were_asked_for_are_there_or_the_request_fails(
+    event: on.Event, what: str | None
+) -> None:
+    watch = Watch(LOGPROBS)
+    effects = watch.feed(event)
+    if what is None:
+        assert effects == [on.Deliver(0, (7,), None, 0, ONE, ONE)]
+    else:
+        (end,) = watch.ends
+        assert isinstance(end, on.Fail) and what in end.error.message
 
 
 def test_an_end_without_tokens_of_its_own() -> None:
