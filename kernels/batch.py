@@ -10,10 +10,12 @@ Shape suffixes: T packed tokens of the step, R rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from protocol.errors import InternalError
 from protocol.step import StepRow
@@ -23,18 +25,45 @@ IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, packed. Row ``r`` owns tokens ``q_start_R[r] .. + q_len_R[r] - 1``."""
+    """One step, packed. Row ``r`` owns tokens ``q_start_R[r] .. + q_len_R[r] - 1``.
 
-    tokens_T: torch.Tensor  # int64, on the device
-    positions_T: torch.Tensor  # int64, on the device
+    A padding row (see ``pad``) has one token and ``kv_len`` 0, its token has page -1: a backend
+    that is safe in graphs writes nothing for it, reads nothing, and answers zeros.
+    """
+
+    tokens_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int64
     page_T: IntArray  # page that takes each token's KV
     offset_T: IntArray  # and the cell inside it
     q_start_R: IntArray
     q_len_R: IntArray
     kv_len_R: IntArray  # positions that a row's last token sees, itself included
-    pages_R: tuple[IntArray, ...]  # exactly the pages that hold kv_len positions
+    table: IntArray  # the pages of all rows, one row after another, exactly those kv_len needs
+    n_pages_R: IntArray  # how many of them belong to each row
+    kv_bound: int  # no row has more positions; what grids and splits may be sized by
     sampled: tuple[int, ...]  # rows that want a token
-    sampled_at: torch.Tensor  # int64, on the device: their last tokens' places in T
+    sampled_at: torch.Tensor  # int64: their last tokens' places in T
+
+    @property
+    def first_page_R(self) -> IntArray:
+        """Where each row's pages begin in ``table``."""
+        return np.cumsum(self.n_pages_R) - self.n_pages_R
+
+    @property
+    def pages_R(self) -> tuple[IntArray, ...]:
+        """Exactly the pages of each row (views of ``table``)."""
+        return tuple(np.split(self.table, np.cumsum(self.n_pages_R)[:-1]))
+
+    def to(self, device: torch.device) -> Batch:
+        """This batch with its tensors on ``device``: one copy, without waiting for it."""
+        if self.tokens_T.device == device or device.type == "cpu":
+            return self
+        host = torch.cat([self.tokens_T, self.positions_T, self.sampled_at]).pin_memory()
+        there = host.to(device, non_blocking=True)
+        n = len(self.tokens_T)
+        return replace(
+            self, tokens_T=there[:n], positions_T=there[n : 2 * n], sampled_at=there[2 * n :]
+        )
 
 
 def pack(
@@ -54,38 +83,69 @@ def pack(
     if q_len_R.min() < 1 or start_R.min() < 0:
         raise InternalError("a step row without tokens or with a negative start")
 
-    tokens_T = np.fromiter((t for row in rows for t in row.tokens), np.int64, int(q_len_R.sum()))
+    tokens = chain.from_iterable(row.tokens for row in rows)
+    tokens_T = np.fromiter(tokens, np.int64, int(q_len_R.sum()))
     if tokens_T.min() < 0 or tokens_T.max() >= vocab_size:
         raise InternalError(f"a token id outside 0..{vocab_size - 1} in a step")
     within_T = np.arange(len(tokens_T)) - np.repeat(q_start_R, q_len_R)
     positions_T = within_T + np.repeat(start_R, q_len_R)
 
-    pages_R = []
-    for row, kv_len in zip(rows, kv_len_R.tolist(), strict=True):
-        need = -(-kv_len // page_size)
-        if len(row.pages) < need:
-            raise InternalError(
-                f"{row.ticket_id}: {len(row.pages)} pages cannot hold {kv_len} tokens"
-            )
-        pages_R.append(np.array(row.pages[:need], dtype=np.int64))
-    table = np.concatenate(pages_R)
+    n_pages_R = -(-kv_len_R // page_size)
+    given_R = np.array([len(row.pages) for row in rows], dtype=np.int64)
+    if (given_R < n_pages_R).any():
+        r = int(np.argmax(given_R < n_pages_R))
+        raise InternalError(
+            f"{rows[r].ticket_id}: {given_R[r]} pages cannot hold {kv_len_R[r]} tokens"
+        )
+    own = chain.from_iterable(
+        islice(row.pages, n) for row, n in zip(rows, n_pages_R.tolist(), strict=True)
+    )
+    table = np.fromiter(own, np.int64, int(n_pages_R.sum()))
     if table.min() < 0 or table.max() >= n_pages:
         raise InternalError(f"a page outside 0..{n_pages - 1} in a step")
-    page_count_R = np.array([len(pages) for pages in pages_R])
-    first_page_R = np.cumsum(page_count_R) - page_count_R
+    first_page_R = np.cumsum(n_pages_R) - n_pages_R
     page_T = table[np.repeat(first_page_R, q_len_R) + positions_T // page_size]
 
     sampled = tuple(r for r, row in enumerate(rows) if row.sample is not None)
     last_R = q_start_R + q_len_R - 1
     return Batch(
-        tokens_T=torch.from_numpy(tokens_T).to(device),
-        positions_T=torch.from_numpy(positions_T).to(device),
+        tokens_T=torch.from_numpy(tokens_T),
+        positions_T=torch.from_numpy(positions_T),
         page_T=page_T,
         offset_T=positions_T % page_size,
         q_start_R=q_start_R,
         q_len_R=q_len_R,
         kv_len_R=kv_len_R,
-        pages_R=tuple(pages_R),
+        table=table,
+        n_pages_R=n_pages_R,
+        kv_bound=int(kv_len_R.max()),
         sampled=sampled,
-        sampled_at=torch.from_numpy(last_R[list(sampled)]).to(device),
+        sampled_at=torch.from_numpy(last_R[list(sampled)]),
+    ).to(device)
+
+
+def pad(batch: Batch, n_rows: int, kv_bound: int) -> Batch:
+    """A decode batch (one token per row, on the host) made ``n_rows`` rows with padding rows.
+
+    Every row is sampled. With equal ``n_rows`` and ``kv_bound`` all shapes but ``table``'s are
+    equal.
+    """
+    n = n_rows - len(batch.q_len_R)
+    if n < 0 or len(batch.tokens_T) != len(batch.q_len_R) or kv_bound < batch.kv_bound:
+        raise InternalError("a batch that does not fit into its padded form")
+    zeros = np.zeros(n, dtype=np.int64)
+    places = np.arange(n_rows)
+    return Batch(
+        tokens_T=F.pad(batch.tokens_T, (0, n)),
+        positions_T=F.pad(batch.positions_T, (0, n)),
+        page_T=np.concatenate([batch.page_T, zeros - 1]),
+        offset_T=np.concatenate([batch.offset_T, zeros]),
+        q_start_R=places,
+        q_len_R=np.ones(n_rows, dtype=np.int64),
+        kv_len_R=np.concatenate([batch.kv_len_R, zeros]),
+        table=batch.table,
+        n_pages_R=np.concatenate([batch.n_pages_R, zeros]),
+        kv_bound=kv_bound,
+        sampled=tuple(range(n_rows)),
+        sampled_at=torch.from_numpy(places),
     )
