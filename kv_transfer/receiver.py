@@ -4,18 +4,23 @@ This file owns the judgement that lets foreign KV become a sequence of this work
 the role binds pages and emits effects. It must never call a transfer whole unless counts,
 generations and checksums agree; a failed transfer has no way back.
 
+Pages count from the start of the sequence. The leading ones that this worker holds already
+(``held``) are not sent: announcements begin after them and the commit counts the rest, which may
+be nothing at all.
+
 Life (``protocol.lifecycle.RECEIVE_TABLE``):
  1. RESERVING: in the queue for pages. RESERVED: has its credit, the sender has not offered yet.
  2. GRANTED: offer and credit met. A credit that nothing was announced for becomes LAPSED: the
     pages are with others; an announcement that comes after all must find room again.
  3. RECEIVING: every announcement is checked, gets its pages and exactly one receive.
- 4. COMMITTED: the sender said what it sent. When the last receive has ended, ``fault`` gives the
-    verdict: SEALED, or ABORTED with the difference named.
+ 4. COMMITTED: the sender said what it sent (at once after GRANTED if that is nothing). When the
+    last receive has ended, ``fault`` gives the verdict: SEALED, or ABORTED with the difference
+    named.
 """
 
 from __future__ import annotations
 
-from protocol.errors import DataLoss, ErrorInfo
+from protocol.errors import DataLoss, ErrorInfo, InternalError
 from protocol.lifecycle import RECEIVE_TABLE, ReceiveEvent, ReceiveState, follow
 from protocol.messages import Announce, Commit, Offer
 from protocol.types import PageRef, TicketId
@@ -28,9 +33,19 @@ LIVE = (
 
 
 class ReceiveTransfer:
-    """One ticket's incoming pages. ``n_pages`` is what the whole prompt covers here."""
+    """One ticket's incoming pages.
 
-    def __init__(self, ticket_id: TicketId, worker_id: str, n_pages: int, page_bytes: int) -> None:
+    ``n_pages`` is what the whole prompt covers here, ``n_choices`` how many first tokens come.
+    """
+
+    def __init__(
+        self,
+        ticket_id: TicketId,
+        worker_id: str,
+        n_pages: int,
+        page_bytes: int,
+        n_choices: int = 1,
+    ) -> None:
         self.ticket_id = ticket_id
         self.worker_id = worker_id
         self.state = ReceiveState.RESERVING
@@ -40,7 +55,9 @@ class ReceiveTransfer:
         self.commit: Commit | None = None
         self._n_pages = n_pages
         self._page_bytes = page_bytes
-        self._announced_pages = 0
+        self._n_choices = n_choices
+        self._held_pages = 0  # leading pages that are here already
+        self._announced_pages = 0  # pages of the sequence before this one are here or coming
         self._refs: list[tuple[PageRef, ...]] = []  # by segment
         self._checksums: dict[int, int] = {}
 
@@ -55,11 +72,33 @@ class ReceiveTransfer:
         return self.state in LIVE
 
     @property
-    def first_token(self) -> int:
-        """The token that the sender sampled; only after a commit."""
+    def held_pages(self) -> int:
+        """Leading pages that are not sent, because they are here already."""
+        return self._held_pages
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """The tokens that the sender sampled, one per choice; only after a commit."""
         if self.commit is None:
             raise DataLoss(f"{self.ticket_id} has no first token before its commit")
-        return self.commit.first_tokens[0]
+        return self.commit.first_tokens
+
+    @property
+    def first_token(self) -> int:
+        """The first choice's first token; only after a commit."""
+        return self.first_tokens[0]
+
+    def held(self, pages: int) -> None:
+        """The first ``pages`` pages are here already, and the grant says so to the sender.
+
+        From then on they must stay here. ``InternalError`` once something was announced.
+        """
+        if self._refs or not 0 <= pages <= self._n_pages:
+            raise InternalError(
+                f"{self.ticket_id} holds {pages} pages of {self._n_pages} after "
+                f"{len(self._refs)} announcements"
+            )
+        self._held_pages = self._announced_pages = pages
 
     def follow(self, event: ReceiveEvent) -> None:
         """Go to the next state; ``InternalError`` if the table does not have the pair."""
@@ -106,7 +145,10 @@ class ReceiveTransfer:
         return self.state is ReceiveState.COMMITTED and len(self._checksums) == len(self._refs)
 
     def refs(self) -> list[PageRef]:
-        """All pages received into, with the generations they had when they were bound."""
+        """All pages received into, with the generations they had when they were bound.
+
+        They follow the held ones in the sequence.
+        """
         return [ref for refs in self._refs for ref in refs]
 
     def fault(self, generations_agree: bool) -> ErrorInfo | None:
@@ -114,14 +156,20 @@ class ReceiveTransfer:
         commit = self.commit
         if commit is None:
             return self._loss("no commit")
-        here = (self._announced_pages, self._announced_pages * self._page_bytes)
-        if (commit.n_pages, commit.n_bytes) != here or here[0] != self._n_pages:
+        came = self._announced_pages - self._held_pages
+        here = (came, came * self._page_bytes)
+        if (commit.n_pages, commit.n_bytes) != here or self._announced_pages != self._n_pages:
+            held = f", {self._held_pages} of which were here" if self._held_pages else ""
             return self._loss(
                 f"{commit.n_pages} pages of {commit.n_bytes} bytes were committed, {here[0]} of "
-                f"{here[1]} bytes came, the prompt covers {self._n_pages}"
+                f"{here[1]} bytes came, the prompt covers {self._n_pages}{held}"
             )
-        if len(commit.first_tokens) != 1:
-            return self._loss(f"{len(commit.first_tokens)} first tokens for one choice")
+        if len(commit.first_tokens) != self._n_choices:
+            return self._loss(
+                f"{len(commit.first_tokens)} first tokens for {self._n_choices} choices"
+            )
+        if len(commit.logprobs) not in (0, self._n_choices):
+            return self._loss(f"{len(commit.logprobs)} logprobs for {self._n_choices} choices")
         sums = tuple(self._checksums[i] for i in range(len(self._refs)))
         if commit.checksums != sums:
             wrong = [

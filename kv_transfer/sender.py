@@ -2,14 +2,16 @@
 
 This file owns the progress of one ticket's pages out of this worker. It is pure: it computes
 segments and messages; the role emits them. It must never announce a page that is not final, more
-segments than the receiver's window allows, or a commit while the link still reads a page.
+segments than the receiver's window allows, or a commit while the link still reads a page. Pages
+count from the start of the sequence; the leading ones that the receiver holds are not sent, which
+may leave nothing to send.
 
 Life (``protocol.lifecycle.SEND_TABLE``):
  1. OFFERED: the prompt is being computed, nobody has granted yet; all of it is droppable.
- 2. SENDING: granted. Complete pages go out after every chunk, the partly filled last one with
-    the last chunk. A prompt that was complete before the grant, or that fits one chunk, goes out
-    as one bulk segment.
- 3. COMMITTED: every segment has left, its checksum is known, the first token is known.
+ 2. SENDING: granted. Complete pages go out after every chunk, those found in the prefix cache at
+    once, the partly filled last one with the last chunk. A prompt that was complete before the
+    grant, or that fits one chunk, goes out as one bulk segment.
+ 3. COMMITTED: every segment has left, its checksum is known, the first tokens are known.
  4. SEALED: the receiver owns the sequence. ABORTED: over for any other reason.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 from kv_transfer.layout import Segment, SegmentRule
 from protocol.lifecycle import SEND_TABLE, SendEvent, SendState, follow
 from protocol.messages import Commit
-from protocol.types import TicketId
+from protocol.types import TicketId, TokenLogprobs
 
 
 class SendTransfer:
@@ -53,6 +55,13 @@ class SendTransfer:
             self.state is SendState.SENDING
             and self._announced == self._n_pages
             and len(self._checksums) == len(self._segments)
+        )
+
+    @property
+    def can_announce(self) -> bool:
+        """Something is final, granted, within the window and not announced."""
+        return (
+            self.state is SendState.SENDING and self._window > 0 and self._final > self._announced
         )
 
     @property
@@ -99,16 +108,29 @@ class SendTransfer:
         """The link reads this segment no more."""
         self._checksums[segment] = checksum
 
-    def commit(self, first_token: int) -> Commit:
-        """The message that ends the sending; ask ``can_commit`` first."""
+    def commit(
+        self,
+        first_tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        *,
+        cached_tokens: int = 0,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> Commit:
+        """The message that ends the sending; ask ``can_commit`` first.
+
+        ``first_tokens``, and ``logprobs`` if asked for, have one entry per choice.
+        """
         self.state = follow(SEND_TABLE, self.state, SendEvent.COMMIT)
         n_pages = self._announced - self._first_page
         return Commit(
             ticket_id=self.ticket_id,
-            first_tokens=(first_token,),
+            first_tokens=first_tokens,
             n_pages=n_pages,
             n_bytes=n_pages * self._rule.page_bytes,
             checksums=tuple(self._checksums[s.index] for s in self._segments),
+            logprobs=logprobs,
+            cached_tokens=cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def seal(self) -> None:

@@ -58,7 +58,7 @@ class HandOff:
             effects.append(SendPages(receiver.worker_id, ticket_id, index, refs))
             self.ops.started(receiver.worker_id, ticket_id, index, now)
         if leg.first_token is not None and leg.transfer.can_commit:
-            effects.append(ToReceiver(receiver, leg.transfer.commit(leg.first_token)))
+            effects.append(ToReceiver(receiver, leg.transfer.commit((leg.first_token,))))
         return effects
 
     def may_free(self, ticket_id: TicketId) -> bool:

@@ -145,6 +145,7 @@ RECEIVE_TABLE: Mapping[tuple[ReceiveState, ReceiveEvent], ReceiveState] = {
     (ReceiveState.LAPSED, ReceiveEvent.REQUEUE): ReceiveState.RESERVING,
     (ReceiveState.LAPSED, ReceiveEvent.GRANT): ReceiveState.GRANTED,
     (ReceiveState.GRANTED, ReceiveEvent.ANNOUNCE): ReceiveState.RECEIVING,
+    (ReceiveState.GRANTED, ReceiveEvent.COMMIT): ReceiveState.COMMITTED,  # all was here already
     (ReceiveState.RECEIVING, ReceiveEvent.ANNOUNCE): ReceiveState.RECEIVING,
     (ReceiveState.RECEIVING, ReceiveEvent.COMMIT): ReceiveState.COMMITTED,
     (ReceiveState.COMMITTED, ReceiveEvent.SEAL): ReceiveState.SEALED,

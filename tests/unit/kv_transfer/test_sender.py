@@ -12,7 +12,7 @@ from kv_transfer.layout import SegmentRule
 from kv_transfer.sender import SendTransfer
 from protocol.errors import InternalError
 from protocol.lifecycle import SendState
-from protocol.types import TicketId
+from protocol.types import TicketId, TokenLogprobs
 
 ID = TicketId("q")
 
@@ -57,8 +57,33 @@ def test_what_the_receiver_holds_is_not_sent() -> None:
     transfer.grant(8, 3)
     assert spans(transfer) == [(0, 3, 1)]
     transfer.sent(0, 9)
-    commit = transfer.commit(5)
+    commit = transfer.commit((5,))
     assert (commit.n_pages, commit.n_bytes, commit.checksums) == (1, 100, (9,))
+
+
+@pytest.mark.parametrize("held", [4, 9])
+def test_a_receiver_that_holds_everything_gets_a_commit_with_nothing(held: int) -> None:
+    transfer = SendTransfer(ID, 4, SegmentRule(100, 1000))
+    transfer.grant(8, held)
+    assert transfer.can_commit and not transfer.can_announce
+    transfer.computed(4)
+    assert spans(transfer) == []
+    logprobs = (TokenLogprobs(5, -0.5, 1), TokenLogprobs(6, -1.5, 2))
+    commit = transfer.commit(
+        (5, 6), logprobs, cached_tokens=12, prompt_logprobs=(TokenLogprobs(1, -2.0, 3),)
+    )
+    assert (commit.n_pages, commit.n_bytes, commit.checksums) == (0, 0, ())
+    assert (commit.first_tokens, commit.logprobs, commit.cached_tokens) == ((5, 6), logprobs, 12)
+    assert len(commit.prompt_logprobs) == 1
+
+
+def test_a_held_prefix_that_is_not_computed_here_yet_is_skipped() -> None:
+    transfer = SendTransfer(ID, 6, SegmentRule(100, 1000))
+    transfer.grant(8, 3)
+    transfer.computed(2)
+    assert not transfer.can_announce and not transfer.waits_for_receiver and spans(transfer) == []
+    transfer.computed(5)
+    assert transfer.can_announce and spans(transfer) == [(0, 3, 2)]
 
 
 def test_the_commit_waits_for_every_link_operation_and_orders_checksums() -> None:
@@ -70,7 +95,7 @@ def test_the_commit_waits_for_every_link_operation_and_orders_checksums() -> Non
     assert not transfer.can_commit
     transfer.sent(0, 11)
     assert transfer.can_commit
-    assert transfer.commit(7).checksums == (11, 22)
+    assert transfer.commit((7,)).checksums == (11, 22)
     assert transfer.state is SendState.COMMITTED
     transfer.seal()
     assert transfer.over
@@ -90,13 +115,20 @@ def test_nothing_is_announced_after_an_abort() -> None:
 def test_an_unknown_pair_of_state_and_event_raises(misuse: str) -> None:
     transfer = SendTransfer(ID, 4, SegmentRule(100, 200))
     with pytest.raises(InternalError, match="offered cannot take"):
-        transfer.seal() if misuse == "seal" else transfer.commit(1)
+        transfer.seal() if misuse == "seal" else transfer.commit((1,))
 
 
-@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 4), st.integers(0, 10_000))
-def test_every_page_is_announced_once_in_order(
-    n_pages: int, max_pages: int, window: int, seed: int
+@given(
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 10_000),
+    st.integers(0, 30),
+)
+def test_every_page_that_is_not_held_is_announced_once_in_order(
+    n_pages: int, max_pages: int, window: int, seed: int, held: int
 ) -> None:
+    held = min(held, n_pages)
     transfer = SendTransfer(ID, n_pages, SegmentRule(10, 10 * max_pages))
     rng = random.Random(seed)
     announced: list[int] = []
@@ -105,7 +137,7 @@ def test_every_page_is_announced_once_in_order(
     while not transfer.can_commit:
         step = rng.choice(("grant", "compute", "sent"))
         if step == "grant" and not granted:
-            transfer.grant(window, 0)
+            transfer.grant(window, held)
             granted = True
         elif step == "compute":
             final = min(n_pages, final + rng.randint(0, 5))
@@ -118,5 +150,6 @@ def test_every_page_is_announced_once_in_order(
             announced += range(segment.first_page, segment.first_page + segment.n_pages)
             open_segments.append(segment.index)
         assert len(open_segments) <= window
-        assert announced == list(range(len(announced))) and len(announced) <= final
-    assert announced == list(range(n_pages))
+        assert announced == list(range(held, held + len(announced)))
+        assert not announced or announced[-1] < final
+    assert announced == list(range(held, n_pages))
