@@ -53,7 +53,7 @@ def test_noise_and_wild_outliers_do_not_lead_it_astray(seed: int) -> None:
         if rng.random() < 0.05:
             took *= rng.choice((0.01, 20, 100))
         model.observe(shape, took)
-    assert worst(model, share=0.9) < 0.2
+    assert worst(model, share=0.9) < 0.25
 
 
 @pytest.mark.parametrize("factor", [0.1, 10])
