@@ -82,6 +82,16 @@ class PoolConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_rank_has_its_gpu(self) -> PoolConfig:
+        gpus = self.resources.num_gpus
+        if 0 < gpus < self.tensor_parallel:
+            raise ValueError(
+                f"resources.num_gpus {gpus:g} for tensor_parallel {self.tensor_parallel}: a "
+                f"worker needs a GPU for each of its ranks"
+            )
+        return self
+
 
 class PoolsConfig(Section):
     """The two pools. ``prefill`` is unused in colocated mode."""

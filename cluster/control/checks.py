@@ -22,6 +22,7 @@ from protocol.types import Mode
 from router.http_server import split_address
 
 _POSITIONS = ("max_position_embeddings", "n_positions")  # by family
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def on_this_machine(config: TandemConfig) -> bool:
@@ -82,8 +83,9 @@ def check_model(config: TandemConfig) -> None:
     if missing := missing_model(config):
         raise ConfigError(missing, field="model.path")
     folder, asked = Path(config.model.path), config.model.max_model_len
+    _check_ranks(config, folder)
     fingerprint(folder)  # looks for the weights and reads the header of each file
-    own = _positions(folder)
+    own = _number(folder, _POSITIONS)
     if asked is not None and own is not None and asked > own:
         raise ConfigError(
             f"model.max_model_len: {asked} is longer than the {own} positions that {folder} knows",
@@ -93,7 +95,9 @@ def check_model(config: TandemConfig) -> None:
 
 def warnings(config: TandemConfig) -> tuple[str, ...]:
     """What will work, but not as well as one might think."""
-    threads = sum(pool.replicas * pool.threads for pool in used_pools(config))
+    threads = sum(
+        pool.replicas * pool.threads * pool.tensor_parallel for pool in used_pools(config)
+    )
     cores = usable_cores()
     if config.ray.address == "local" and threads > cores:
         return (
@@ -137,12 +141,25 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _positions(folder: Path) -> int | None:
-    """How long a sequence the model was made for; None where its config does not say."""
+def _check_ranks(config: TandemConfig, folder: Path) -> None:
+    """Whether the ranks of a worker can share the heads, as far as the model's config tells."""
+    ranks = config.pools.decode.tensor_parallel
+    counts = {name: _number(folder, (name,)) for name in _HEADS}
+    if any(count % ranks for count in counts.values() if count is not None):
+        has = ", ".join(f"{name} {count}" for name, count in counts.items() if count is not None)
+        raise ConfigError(
+            f"pools.decode.tensor_parallel: {folder} has {has}, and {ranks} ranks must get equal "
+            f"whole numbers of heads",
+            field="pools.decode.tensor_parallel",
+        )
+
+
+def _number(folder: Path, names: tuple[str, ...]) -> int | None:
+    """The first of these entries that the model's config has; None where it does not say."""
     try:
         config = json.loads((folder / "config.json").read_text())
         config = config.get("text_config") or config
-        found = next((config[k] for k in _POSITIONS if config.get(k) is not None), None)
+        found = next((config[k] for k in names if config.get(k) is not None), None)
     except (OSError, ValueError, AttributeError) as e:
         raise ConfigError(f"{folder / 'config.json'}: not readable: {e}") from None
     return found if isinstance(found, int) else None
