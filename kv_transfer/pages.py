@@ -112,6 +112,10 @@ class Pages:
         """No page of ``refs`` was freed or evicted since they were taken."""
         return all(self._generations[ref.page] == ref.generation for ref in refs)
 
+    def holders(self, page: int) -> int:
+        """How many reservations refer to this page."""
+        return self._holders[page]
+
     def may_write(self, page: int) -> bool:
         """Exactly one reservation refers to this page, and its content is not published."""
         return self._holders[page] == 1 and self._cache.content(page) is None
@@ -218,14 +222,18 @@ class Pages:
     # --- the prefix cache ---------------------------------------------------------------------
 
     def match(self, hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Pages that hold the longest published prefix of this chain; may be shared at once."""
+        """Pages that hold the longest published prefix of this chain; may be shared at once.
+
+        No hash is asked for beyond the first one that is not there.
+        """
         return self._cache.match(hashes)
 
     def publish(self, reservation: Reservation, hashes: Sequence[bytes], first: int = 0) -> None:
         """The bound pages from number ``first`` on are final and hold what ``hashes`` name.
 
-        They are full, their content is known to be right, and all pages before them are
-        published. A hash that names a page already keeps that page.
+        They are full, their content is known to be right, and all pages before them were
+        published. A hash that names a page already keeps that page. Behind a page that was
+        unpublished since, nothing is published any more.
         """
         self._check_open(reservation)
         bound = reservation.bound
@@ -235,11 +243,18 @@ class Pages:
                 f"{len(bound)} bound ones"
             )
         if first > 0 and self._cache.content(bound[first - 1]) is None:
-            raise InternalError(
-                f"{reservation.owner} publishes page {first} of a sequence before the one ahead"
-            )
+            return
         for i, content in enumerate(hashes, first):
             self._cache.name(bound[i], content)
+
+    def unpublish(self, reservation: Reservation) -> None:
+        """What this sequence holds cannot be trusted: nobody finds any of its pages again.
+
+        Who shares them already keeps them, and finds out in its own way.
+        """
+        self._check_open(reservation)
+        for page in reservation.bound:
+            self._cache.distrust(page)
 
     # --- checks -------------------------------------------------------------------------------
 

@@ -70,6 +70,13 @@ class PrefixCache:
         self._hash_of[page] = content
         self._page_of.setdefault(content, page)
 
+    def distrust(self, page: int) -> None:
+        """This page, which somebody uses, does not hold what it should: nobody finds it again."""
+        content = self._hash_of[page]
+        if content is not None and self._page_of.get(content) == page:
+            del self._page_of[content]
+        self._hash_of[page] = None
+
     def let_go(self, page: int) -> None:
         """A sequence that held this page is over: its content was used just now."""
         content = self._hash_of[page]

@@ -14,7 +14,7 @@ library's and is fast for short input; 128 bits make a chance collision impossib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from struct import Struct, pack
 
@@ -66,14 +66,38 @@ class PageChain:
         self._layout = Struct(f"<{page_size}I")
         self._hashes: list[bytes] = []
 
-    def reach(self, tokens: Sequence[int], n_pages: int) -> Sequence[bytes]:
-        """The hashes of the first ``n_pages`` pages; ``tokens`` must fill all of them."""
-        size = self._page_size
-        if n_pages * size > len(tokens):
-            raise ValueError(f"{len(tokens)} tokens do not fill {n_pages} pages of {size}")
-        last = self._hashes[-1] if self._hashes else self._root
-        for first in range(len(self._hashes) * size, n_pages * size, size):
-            content = self._layout.pack(*tokens[first : first + size])
-            last = blake2b(last + content, digest_size=HASH_BYTES).digest()
-            self._hashes.append(last)
-        return self._hashes[:n_pages]
+    def reach(self, tokens: Sequence[int], n_pages: int, first: int = 0) -> Sequence[bytes]:
+        """The hashes of the pages from ``first`` up to ``n_pages``.
+
+        ``ValueError`` if ``tokens`` do not fill all of them.
+        """
+        self._check(tokens, n_pages)
+        while len(self._hashes) < n_pages:
+            self._next(tokens)
+        return self._hashes[first:n_pages]
+
+    def walk(self, tokens: Sequence[int], n_pages: int) -> Iterator[bytes]:
+        """The hashes of the first ``n_pages`` one by one: what is not asked for is not computed."""
+        self._check(tokens, n_pages)
+        for page in range(n_pages):
+            if page == len(self._hashes):
+                self._next(tokens)
+            yield self._hashes[page]
+
+    def fork(self) -> PageChain:
+        """A chain of its own that begins with the same hashes: for a second answer."""
+        chain = PageChain(self._page_size, self._root)
+        chain._hashes = list(self._hashes)
+        return chain
+
+    def _next(self, tokens: Sequence[int]) -> None:
+        size, page = self._page_size, len(self._hashes)
+        before = self._hashes[-1] if self._hashes else self._root
+        content = self._layout.pack(*tokens[page * size : (page + 1) * size])
+        self._hashes.append(blake2b(before + content, digest_size=HASH_BYTES).digest())
+
+    def _check(self, tokens: Sequence[int], n_pages: int) -> None:
+        if n_pages * self._page_size > len(tokens):
+            raise ValueError(
+                f"{len(tokens)} tokens do not fill {n_pages} pages of {self._page_size}"
+            )

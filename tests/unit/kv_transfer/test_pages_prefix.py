@@ -8,6 +8,7 @@ and of one sequence the tail before the head.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +21,7 @@ from protocol.types import TicketId
 SIZE = 2
 ROOT = root("fp", "float32", SIZE)
 OWNER = TicketId("q")
+ACTIONS = ("begin", "begin", "bind", "bind", "write", "write", "fork", "end", "end")
 
 
 @dataclass(eq=False)
@@ -40,6 +42,7 @@ class Model:
     live: list[Sequence] = field(default_factory=list)
     memory: dict[int, bytes | None] = field(default_factory=dict)  # what a page really holds
     names: dict[bytes, int] = field(default_factory=dict)
+    final: dict[int, bytes] = field(default_factory=dict)  # published, whoever has the name
     used: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # (release, -position)
     generations: dict[int, int] = field(default_factory=dict)
     clock: int = 0
@@ -70,7 +73,7 @@ class Model:
         assert [self.memory[p] for p in shared] == hashes[: len(shared)], (
             "a page under a wrong hash"
         )
-        shared = shared[: self.rng.randint(0, len(shared))]
+        shared = shared[: self.rng.choice((len(shared), self.rng.randint(0, len(shared))))]
         n = self.rng.randint(0 if shared else 1, len(hashes))
         unused = sum(not self.holders(p) for p in shared)
         fits = n + unused <= self.available()
@@ -92,7 +95,7 @@ class Model:
                 self.pages.extend(s.reservation, n)
 
     def bind(self, s: Sequence) -> None:
-        n = self.rng.randint(0, s.reservation.credit)
+        n = self.rng.choice((s.reservation.credit, self.rng.randint(0, s.reservation.credit)))
         held = {p for x in self.live for p in x.reservation.bound}
         free = self.pages.total - len(held | set(self.names.values()))
         oldest = sorted(self.cached(), key=lambda h: self.used[h])[: max(0, n - free)]
@@ -105,6 +108,7 @@ class Model:
         assert set(gone) <= set(new), "somebody else was evicted"
         for page in new:
             self.memory[page] = None  # the new owner scribbles
+            self.final.pop(page, None)
             assert self.pages.may_write(page)
 
     def write(self, s: Sequence) -> None:
@@ -114,10 +118,14 @@ class Model:
             if not self.pages.may_write(bound[i]):
                 return
             self.memory[bound[i]] = s.hashes[i]
-        end = self.rng.randint(first, max(first, min(len(bound), len(s.hashes))))
+        end = max(first, min(len(bound), len(s.hashes)))
+        end = self.rng.choice((end, self.rng.randint(first, end)))
         self.pages.publish(s.reservation, s.hashes[first:end], first)
+        if first and bound[first - 1] not in self.final:
+            return  # the page ahead turned out wrong
         for i in range(first, end):
             self.names.setdefault(s.hashes[i], bound[i])
+            self.final[bound[i]] = s.hashes[i]
         s.published = end
 
     def fork(self, s: Sequence) -> None:
@@ -136,13 +144,20 @@ class Model:
         bound = list(s.reservation.bound)
         self.live.remove(s)
         for i, page in enumerate(bound):
-            if i < s.published:
-                self.names.setdefault(s.hashes[i], page)
-                self.used[s.hashes[i]] = (self.clock, -i)
+            if page in self.final:
+                self.names.setdefault(self.final[page], page)
+                self.used[self.final[page]] = (self.clock, -i)
         for page in bound:
             if not self.holders(page) and page not in self.names.values():
                 self.generations[page] += 1
         self.pages.release(s.reservation)
+
+    def distrust(self, s: Sequence) -> None:
+        """Its pages turned out wrong; everybody who has them computes on, and names nothing."""
+        bad = set(s.reservation.bound)
+        self.pages.unpublish(s.reservation)
+        self.names = {h: p for h, p in self.names.items() if p not in bad}
+        self.final = {p: h for p, h in self.final.items() if p not in bad}
 
     def check(self) -> None:
         pages = self.pages
@@ -161,18 +176,23 @@ class Model:
 
 def trace(seed: int, events: int) -> Model:
     rng = random.Random(seed)
-    total = rng.choice((3, 6, 12, 30))
+    total = rng.choice((4, 7, 10, 14))
     model = Model(Pages(total, SIZE), rng, generations=dict.fromkeys(range(total), 0))
     for _ in range(events):
-        action = rng.choice(("begin", "begin", "bind", "bind", "write", "write", "fork", "end"))
+        action = rng.choice(ACTIONS)
         if action == "begin" or not model.live:
             model.begin()
+            if model.live and rng.random() < 0.7:
+                model.bind(model.live[-1])
+                model.write(model.live[-1])
         else:
             s = rng.choice(model.live)
-            if action == "end" or len(model.live) > 8:
+            if action == "end" or len(model.live) > 4:
                 model.release(s)
             elif action == "bind" and rng.random() < 0.2:
                 model.extend(s)
+            elif action == "fork" and rng.random() < 0.03:
+                model.distrust(s)
             else:
                 {"bind": model.bind, "write": model.write, "fork": model.fork}[action](s)
         model.check()
@@ -186,13 +206,13 @@ def trace(seed: int, events: int) -> Model:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_traces_equal_the_model(seed: int) -> None:
     model = trace(seed, 600)
-    assert model.hits and (model.evictions or model.pages.total > 20)
+    assert model.hits and model.evictions
 
 
 @pytest.mark.long
 def test_a_hundred_thousand_random_events() -> None:
     models = [trace(1000 + seed, 2500) for seed in range(40)]
-    assert sum(m.evictions for m in models) > 1000 and sum(m.hits for m in models) > 1000
+    assert sum(m.evictions for m in models) > 5000 and sum(m.hits for m in models) > 5000
 
 
 def filled(pages: Pages, hashes: list[bytes]) -> Reservation:
@@ -272,6 +292,33 @@ def test_a_second_page_takes_over_when_the_first_was_evicted() -> None:
     assert pages.match(hashes(1)) == kept
 
 
+def test_what_turned_out_wrong_is_not_found_again() -> None:
+    pages = Pages(6, SIZE)
+    first = filled(pages, hashes(1, 2))
+    other = pages.reserve(OWNER, 2, pages.match(hashes(1)))
+    pages.bind(other, 2)
+    pages.unpublish(first)
+    assert pages.match(hashes(1)) == ()
+    pages.publish(other, hashes(1, 3)[1:], 1)  # behind a page without a name: nothing
+    assert pages.match(hashes(1, 3)) == ()
+    pages.release(first)
+    pages.release(other)
+    assert pages.cached == 0 and len(pages.take_freed()) == 4
+
+
+def test_a_match_asks_for_no_hash_beyond_the_first_miss() -> None:
+    asked: list[int] = []
+
+    def chain() -> Iterator[bytes]:
+        for i, content in enumerate(hashes(1, 9, 3)):
+            asked.append(i)
+            yield content
+
+    pages = Pages(3, SIZE)
+    filled(pages, hashes(1, 2, 3))
+    assert len(pages.match(chain())) == 1 and asked == [0, 1]
+
+
 def test_misuse_is_an_internal_error() -> None:
     pages = Pages(4, SIZE)
     chain = filled(pages, hashes(1, 2))
@@ -281,8 +328,6 @@ def test_misuse_is_an_internal_error() -> None:
         pages.publish(chain, hashes(1, 2, 3))
     plain = pages.reserve(OWNER, 2)
     pages.bind(plain, 2)
-    with pytest.raises(InternalError, match="before the one ahead"):
-        pages.publish(plain, hashes(5, 6)[1:], 1)
     with pytest.raises(InternalError, match="not published"):
         pages.reserve(OWNER, 0, plain.bound)
     with pytest.raises(InternalError, match="shares 3 pages"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,11 @@ def test_two_chains_agree_exactly_as_far_as_the_tokens_do(
 def test_a_growing_sequence_has_the_hashes_of_the_whole(tokens: list[int], size: int) -> None:
     chain = PageChain(size, ROOT)
     whole = page_hashes(tokens, size, ROOT)
+    lazy = PageChain(size, ROOT)
+    assert [*islice(lazy.walk(tokens, len(whole)), 2)] == whole[:2]
+    assert [*lazy.walk(tokens, len(whole))] == whole and lazy.reach(tokens, len(whole), 1) == whole[
+        1:
+    ]
     for end in range(len(tokens) + 1):
         assert list(chain.reach(tokens[:end], end // size)) == whole[: end // size]
     assert list(chain.reach(tokens, len(whole))) == whole
