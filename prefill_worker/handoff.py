@@ -57,8 +57,14 @@ class HandOff:
             effects.append(ToReceiver(receiver, Announce(ticket_id, index, first, count, n_bytes)))
             effects.append(SendPages(receiver.worker_id, ticket_id, index, refs))
             self.ops.started(receiver.worker_id, ticket_id, index, now)
-        if leg.first_token is not None and leg.transfer.can_commit:
-            effects.append(ToReceiver(receiver, leg.transfer.commit((leg.first_token,))))
+        if leg.first_tokens and leg.transfer.can_commit:
+            commit = leg.transfer.commit(
+                leg.first_tokens,
+                leg.logprobs,
+                cached_tokens=min(leg.prompt.cached or 0, leg.ticket.n_prompt),
+                prompt_logprobs=leg.prompt_logprobs,
+            )
+            effects.append(ToReceiver(receiver, commit))
         return effects
 
     def may_free(self, ticket_id: TicketId) -> bool:

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 
 from kv_transfer.pages import Pages
 from kv_transfer.sender import SendTransfer
-from prefill_worker.scheduler import Prompt
-from protocol.errors import DeadlineExceeded, ErrorInfo, NeverFits, Overloaded, WrongState
+from prefill_worker.prompt import Prompt
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    InternalError,
+    NeverFits,
+    Overloaded,
+    WrongState,
+)
 from protocol.role import RoleOptions
-from protocol.types import Outcome, Peer, StageTiming, Ticket, stage_timings
+from protocol.step import RowResult, StepRow
+from protocol.types import Outcome, Peer, StageTiming, Ticket, TokenLogprobs, stage_timings
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +39,44 @@ class Leg:
     moved_at: float  # when the hand-off last went on
     began_at: float | None = None  # first step
     computed_at: float | None = None  # last chunk done
-    first_token: int | None = None
+    first_tokens: tuple[int, ...] = ()  # one per choice, once its last chunk is computed
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # as far as it is computed
     outcome: Outcome | None = None  # set: over, and nothing more is decided about it
     error: ErrorInfo | None = None
 
     def drop_work(self) -> None:
-        """Its pages went to a granted ticket: everything is computed again."""
+        """Its pages went to a granted ticket: what the cache does not keep is computed again."""
         self.transfer.dropped()
-        self.first_token = self.computed_at = None
+        self.first_tokens = self.logprobs = self.prompt_logprobs = ()
+        self.computed_at = None
+
+    def take(self, row: StepRow, got: RowResult, now: float) -> ErrorInfo | None:
+        """Keep what a step gave for this prompt. Why that must fail it, if it must."""
+        if got.error is not None:
+            return got.error
+        due = min(row.start + len(row.tokens), row.n_prompt - 1) - row.start
+        counts = [
+            ("tokens", len(got.tokens), len(row.choices) if row.sample else 0),
+            ("logprobs", len(got.logprobs), len(row.choices) if self._wants(row) else 0),
+            (
+                "prompt logprobs",
+                len(got.prompt_logprobs),
+                max(0, due) if row.prompt_logprobs is not None else 0,
+            ),
+        ]
+        for what, came, expected in counts:
+            if came != expected:
+                return InternalError(
+                    f"the step gave {came} {what} for {self.ticket.id}, {expected} were due"
+                ).info()
+        self.prompt_logprobs += got.prompt_logprobs
+        if row.sample is not None:
+            self.first_tokens, self.logprobs, self.computed_at = got.tokens, got.logprobs, now
+        return None
+
+    def _wants(self, row: StepRow) -> bool:
+        return row.sample is not None and row.sample.logprobs is not None
 
     def timings(self, worker_id: str) -> tuple[StageTiming, ...]:
         """How long its stages took, as far as it came."""

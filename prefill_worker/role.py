@@ -6,9 +6,11 @@ writer), and never let an event from outside raise: late, duplicate and unknown 
 
 Life of a ticket here:
  1. ``Open``: checked, fenced against older attempts, offered to the receiver at once.
- 2. Computed in chunks without waiting for the grant (``scheduler``).
+ 2. Computed in chunks without waiting for the grant (``scheduler``), from where the prefix cache
+    ends.
  3. Granted: complete pages are announced and sent after every chunk (``kv_transfer.sender``).
- 4. All sent, first token known: ``Commit``. ``Sealed``: Done(OK) with timings.
+ 4. All sent that the receiver does not hold, first tokens known: ``Commit``. ``Sealed``: Done(OK)
+    with timings.
  5. Over for any other reason: Abort to the receiver, Done to the router, at once or, while a
     step computes it, when that step has ended. Then it drains: pages go when nothing touches them.
 """
@@ -139,6 +141,8 @@ class PrefillRole:
                 ).info()
                 effects.append(Count("leases_ended", "silence"))
                 effects += self._end(leg, Outcome.FAILED, silent, now)
+            elif leg.transfer.can_announce:  # pages from the cache need not wait for the step
+                effects += self._hand_off.go_on(leg, now)
         bound = self._options.lease_s + self._options.link_op_s
         for worker_id in self._ops.overdue(now, bound):
             effects.append(BreakLink(worker_id, True, f"no segment left it for {bound} s"))
@@ -166,10 +170,11 @@ class PrefillRole:
         for ticket_id in plan.advance:
             leg = self._legs[ticket_id]
             leg.began_at = now if leg.began_at is None else leg.began_at
+            leg.transfer.computed(self._scheduler.final_pages(leg.prompt))  # found in the cache
         return plan
 
     def step_done(self, result: StepResult, now: float) -> list[Effect]:
-        """Complete pages go out; a finished prompt gets its first token."""
+        """Complete pages go out; a finished prompt gets its first tokens."""
         plan = self._take_step()
         seconds = result.seconds or now - self._step_began
         self._steps += 1
@@ -181,16 +186,14 @@ class PrefillRole:
             if leg.outcome is not None:
                 effects += self._finish(leg)
                 continue
-            error, tokens = got.error, got.tokens
-            if error is None and row.sample is not None and not tokens:
-                error = InternalError(f"the step gave no token for {row.ticket_id}").info()
+            error = leg.take(row, got, now)
             if error is not None:
+                if error.reason == InternalError.reason:
+                    self._scheduler.distrust(leg.prompt)
                 effects += self._end(leg, Outcome.FAILED, error, now)
                 continue
             self._scheduler.advance(leg.prompt, len(row.tokens))
             leg.transfer.computed(self._scheduler.final_pages(leg.prompt))
-            if row.sample is not None and tokens:
-                leg.first_token, leg.computed_at = tokens[0], now
             effects += self._hand_off.go_on(leg, now)
         return effects
 
@@ -230,7 +233,7 @@ class PrefillRole:
         self._pages.check_integrity()
         legs = [*self._legs.values(), *self._draining.values()]
         held = sum(leg.prompt.reservation.pages for leg in legs if leg.prompt.reservation)
-        account = self._pages.bound + self._pages.credited
+        account = self._pages.references + self._pages.credited
         if held != account:
             raise InternalError(f"prefill: tickets hold {held} pages, {account} are in use")
 

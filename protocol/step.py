@@ -123,6 +123,17 @@ def prefill_share(budget: int, n_decodes: int, min_prefill_tokens: int) -> int:
     return max(budget - n_decodes, min_prefill_tokens)
 
 
+def chunk_tokens(remaining: int, left: int, *, chunked: bool, first: bool) -> int:
+    """How many of a prompt's ``remaining`` tokens join a step with ``left`` tokens of its share.
+
+    0: none. Without chunking a prompt is whole or not in the step at all; the first one of a step
+    may be larger than its share, or it could never be computed.
+    """
+    if chunked:
+        return min(remaining, left)
+    return remaining if first or remaining <= left else 0
+
+
 class AgeingQueue(Generic[K]):
     """What waits: lower priority first, then smaller order key, then earlier arrival.
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kv_transfer.pages import Pages
-from prefill_worker.scheduler import PrefillScheduler, Prompt
+from prefill_worker.prompt import Prompt
+from prefill_worker.scheduler import PrefillScheduler
 from protocol.role import RoleOptions
 from protocol.step import MAX_OVERTAKES
 from protocol.types import Peer, SamplingParams, Ticket, TicketId
