@@ -59,7 +59,6 @@ class EchoModel:
             model=self.info,
             pool=pool,
             run=self._runner(pool),
-            max_num_batched_tokens=options.budget(cuda=False),
         )
 
     def _runner(self, pool: KvPool) -> Callable[[StepPlan], StepResult]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.worker.budget import Chosen, StepTimer, find_budget
 from cluster.worker.options import WorkerOptions
 from cluster.worker.ranks import FollowerRanks
 from kernels.model import load_model
@@ -68,11 +69,32 @@ class Engine:
     model: ModelInfo
     pool: KvPool
     run: Callable[[StepPlan], StepResult]
-    max_num_batched_tokens: int
     warm_up: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
     loss: Loss = field(default_factory=Loss)
     threads_used: int = field(default=0)
+
+    def find_budget(self, options: WorkerOptions) -> Chosen:
+        """The configured token budget, or one found by timing steps. Called in the engine thread
+        while no page is in use."""
+        if options.max_num_batched_tokens:
+            return Chosen(options.max_num_batched_tokens, options.max_num_seqs, "configured")
+        timer = StepTimer(
+            self.run,
+            pages=self.pool.pages,
+            page_size=self.pool.geometry.page_size,
+            max_model_len=self.model.max_model_len,
+        )
+        chosen = find_budget(options.budget_rule, timer, cuda=self.pool.device.type == "cuda")
+        _log.log(
+            logging.WARNING if chosen.target_missed else logging.INFO,
+            "%s: max_num_batched_tokens %d, max_num_seqs %d: %s",
+            options.worker_id,
+            chosen.budget,
+            chosen.max_num_seqs,
+            chosen.why,
+        )
+        return chosen
 
     def prepare_thread(self, threads: int) -> None:
         """Called in the engine thread before its first step.
@@ -169,7 +191,6 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
         model=model,
         pool=pool,
         run=lambda plan: runner.run(plan.rows),
-        max_num_batched_tokens=options.budget(cuda=device == "cuda"),
         warm_up=runner.warm_up,
     )
 

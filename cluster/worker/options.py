@@ -14,24 +14,21 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cluster.worker.budget import BudgetRule
 from protocol.config import PoolConfig, Profile, TandemConfig, TimingConfig
 from protocol.errors import ConfigError
 from protocol.types import Role
 
 DEFAULT_PAGE_SIZE = 16
-# Where an automatic token budget starts, on a CPU. A decode worker's budget bounds the gap that
-# a mixed step puts between two tokens; a prefill worker has nobody to disturb.
-_DECODE_BUDGET = {Profile.CHAT: 128, Profile.MIXED: 256, Profile.BATCH: 1024}
-_PREFILL_BUDGET = 512
-_CUDA_FACTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """One worker. ``sharers``: workers that divide this device's memory, itself included.
 
-    ``max_num_batched_tokens`` 0 means automatic, by ``profile`` and device. ``listen`` is
-    ``host:port`` of the gRPC server (port 0: any free one). ``secret`` is the cluster's.
+    ``max_num_batched_tokens`` 0 means measured at start, by ``profile`` and ``itl_target_s``.
+    ``listen`` is ``host:port`` of the gRPC server (port 0: any free one). ``secret`` is the
+    cluster's.
     """
 
     worker_id: str
@@ -48,6 +45,7 @@ class WorkerOptions:
     min_prefill_tokens: int = 64
     chunked_prefill: bool = True
     profile: Profile = Profile.CHAT
+    itl_target_s: float = 0.3
     threads: int = 1
     tensor_parallel: int = 1
     use_gpu: bool = False
@@ -59,14 +57,15 @@ class WorkerOptions:
     poison_freed_pages: bool = False
     timing: TimingConfig = field(default_factory=TimingConfig)
 
-    def budget(self, *, cuda: bool) -> int:
-        """The token budget of one step on this kind of device."""
-        if self.max_num_batched_tokens:
-            return self.max_num_batched_tokens
-        prefill = self.role is Role.PREFILL
-        start = _PREFILL_BUDGET if prefill else _DECODE_BUDGET[self.profile]
-        return max(
-            start * (_CUDA_FACTOR if cuda else 1), self.max_num_seqs + self.min_prefill_tokens
+    @property
+    def budget_rule(self) -> BudgetRule:
+        """By what the token budget is chosen when none is configured."""
+        return BudgetRule(
+            role=self.role,
+            profile=self.profile,
+            itl_s=self.itl_target_s,
+            max_num_seqs=self.max_num_seqs,
+            min_prefill_tokens=self.min_prefill_tokens,
         )
 
     def to_json(self) -> str:
@@ -120,6 +119,7 @@ def worker_options(
         min_prefill_tokens=pool.min_prefill_tokens,
         chunked_prefill=config.chunked_prefill,
         profile=config.profile,
+        itl_target_s=config.slo.itl_ms / 1e3,
         threads=pool.threads,
         tensor_parallel=pool.tensor_parallel,
         use_gpu=pool.resources.num_gpus > 0,

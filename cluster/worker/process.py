@@ -169,12 +169,11 @@ class WorkerProcess:
         host, _, _ = self.options.listen.rpartition(":")
         try:
             self._endpoint = f"{host}:{self._server.bind(self.options.listen)}"
-            self._host.install(self._role())
             self._thread = EngineThread(
                 self._host,
                 self._engine.run,
                 name=f"{self.options.worker_id} engine",
-                prepare=lambda: self._engine.prepare_thread(self.options.threads),
+                prepare=self._prepare,
             )
             self._thread.start()  # warms up; nothing else runs on this loop yet
             await self._server.start()
@@ -192,12 +191,18 @@ class WorkerProcess:
             endpoint=self._endpoint,
             model=engine.model,
             total_pages=engine.pool.pages,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=self._chosen.max_num_seqs,
+            max_num_batched_tokens=self._chosen.budget,
             node=options.node or socket.gethostname(),
             pid=os.getpid(),
             threads=options.threads,
         )
+
+    def _prepare(self) -> None:
+        """In the engine thread, before its first step: the device, the budget, then the role."""
+        self._engine.prepare_thread(self.options.threads)
+        self._chosen = self._engine.find_budget(self.options)
+        self._host.install(self._role())
 
     def _compose(self, loop: asyncio.AbstractEventLoop) -> None:
         options, timing, pool = self.options, self.options.timing, self._engine.pool
@@ -263,8 +268,8 @@ class WorkerProcess:
         options, model = self.options, self._engine.model
         return RoleOptions(
             page_bytes=model.geometry.page_bytes,
-            max_num_batched_tokens=self._engine.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=self._chosen.budget,
+            max_num_seqs=self._chosen.max_num_seqs,
             max_model_len=model.max_model_len,
             min_prefill_tokens=options.min_prefill_tokens,
             chunked_prefill=options.chunked_prefill,
