@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from kernels.grammar import TokenTable, check_grammar
 from protocol.config import TandemConfig
-from protocol.types import ModelInfo, Role, WorkerInfo
+from protocol.types import Grammar, ModelInfo, Role, WorkerInfo
 from protocol.wire.channel import WireServer
 from protocol.wire.clients import SessionClient
 from protocol.wire.loop_thread import LoopThread
@@ -98,6 +100,7 @@ class RouterApp:
             draw_seed=lambda: secrets.randbits(63),
             draw_id=lambda: secrets.token_hex(12),
             request_timeout_s=config.timing.request_timeout_s,
+            check_grammar=self._grammar_checker(known=codec is None),
         )
         self._loop: LoopThread | None = None
         self._core: RouterCore | None = None
@@ -236,6 +239,12 @@ class RouterApp:
             clock=time.monotonic,
             telemetry=self.telemetry,
         )
+
+    def _grammar_checker(self, *, known: bool) -> Callable[[Grammar], str | None]:
+        """``known``: the model's tokens are, so that a grammar's special tokens are checked."""
+        model = self._model
+        tokens = TokenTable(self._config.model.path, model.vocab_size, model.eos_token_ids)
+        return functools.partial(check_grammar, tokens if known else None)
 
     def _session(self, worker: WorkerInfo) -> SessionClient:
         return SessionClient(

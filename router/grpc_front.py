@@ -15,19 +15,16 @@ from contextlib import aclosing
 from typing import Any
 
 from protocol.errors import InvalidArgument, RequestTooLarge
-from protocol.types import Request
+from protocol.types import Delta, Request
 from protocol.wire import inference_pb2 as pb
 from protocol.wire.channel import abort_with
 from protocol.wire.convert_front import encode_answer
 from protocol.wire.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from router.params import Asked, chat_role, check_conversation, check_text
+from router.grpc_sampling import asked_of
+from router.params import chat_role, check_conversation, check_text
 from router.service import InferenceService
 
 SERVICE = "tandem.v1.Inference"
-# grpc ends an expired call on both sides without any words of ours. So a request ends this much
-# before its call does, in seconds and at most as a share of it: its reason still arrives.
-LAST_WORD_S = 0.25
-LAST_WORD_SHARE = 0.1
 
 
 class InferenceFront(InferenceServicer):
@@ -48,9 +45,14 @@ class InferenceFront(InferenceServicer):
         except Exception as error:
             await abort_with(context, self._service.failures.refused(error))
         try:
+            echoing = set(range(made.n_choices)) if made.echo else set()
             async with aclosing(self._service.answer(made)) as answer:
                 async for piece in answer:
-                    await context.write(encode_answer(piece))
+                    message = encode_answer(piece, self._service.codec.token_bytes)
+                    if isinstance(piece, Delta) and piece.choice in echoing:
+                        echoing.remove(piece.choice)
+                        self._echo(message.chunk, request, made)
+                    await context.write(message)
         except Exception as error:
             await abort_with(context, self._service.failures.known(error))
 
@@ -93,6 +95,12 @@ class InferenceFront(InferenceServicer):
         )
         return pb.ListModelsResponse(models=[model])
 
+    def _echo(self, chunk: pb.Chunk, request: pb.GenerateRequest, made: Request) -> None:
+        """The prompt, as it was given and as the model saw it, on a choice's first chunk."""
+        given = request.text if request.WhichOneof("input") == "text" else made.prompt
+        chunk.prompt_text = self._service.prompt_text(made, given)
+        chunk.prompt_token_ids.extend(made.prompt)
+
     async def _request(self, request: pb.GenerateRequest, remaining_s: float | None) -> Request:
         self._service.intake.check_model(request.model)
         self._check_size(request)
@@ -106,7 +114,7 @@ class InferenceFront(InferenceServicer):
             check_conversation(messages, "chat.messages")
             return await self._service.from_chat(messages, asked)
         if kind == "token_ids":
-            return self._service.from_tokens(request.token_ids.ids, asked, "token_ids")
+            return await self._service.from_tokens(request.token_ids.ids, asked, "token_ids")
         raise _no_input("text, chat or token_ids")
 
     async def _tokens(self, request: pb.TokenizeRequest) -> tuple[int, ...]:
@@ -124,33 +132,6 @@ class InferenceFront(InferenceServicer):
             raise RequestTooLarge(
                 f"the request has {size} bytes; this server reads {self._max_request_bytes}"
             )
-
-
-def asked_of(request: pb.GenerateRequest, remaining_s: float | None) -> Asked:
-    """What the client asked for; a field that is not present stays None."""
-
-    def given(field: str) -> Any:
-        return getattr(request, field) if request.HasField(field) else None
-
-    return Asked(
-        max_tokens=given("max_tokens"),
-        temperature=given("temperature"),
-        top_p=given("top_p"),
-        top_k=given("top_k"),
-        seed=given("seed"),
-        stop=tuple(request.stop),
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        ignore_eos=request.ignore_eos,
-        skip_special_tokens=given("skip_special_tokens") is not False,
-        priority=request.priority,
-        request_id=request.request_id or None,
-        deadline_s=None if remaining_s is None else before(remaining_s),
-    )
-
-
-def before(remaining_s: float) -> float:
-    """The request's deadline for a call that has ``remaining_s`` seconds left."""
-    return round(remaining_s - min(LAST_WORD_S, LAST_WORD_SHARE * max(remaining_s, 0.0)), 3)
 
 
 def messages_of(chat: pb.Chat) -> tuple[dict[str, str], ...]:

@@ -112,16 +112,21 @@ class OpenAIHttp:
             if isinstance(prompt, str):
                 requests.append(await self._service.from_text(prompt, each, field))
             else:
-                requests.append(self._service.from_tokens(prompt, each, field))
+                requests.append(await self._service.from_tokens(prompt, each, field))
         shape = CompletionShape(self._heading(asked))
-        return self._answer(shape, call.streaming, requests)
+        texts = [
+            self._service.prompt_text(request, prompt) if asked.echo else ""
+            for request, prompt in zip(requests, call.prompts, strict=True)
+        ]
+        return self._answer(shape, call.streaming, asked, requests, texts)
 
     async def _chat(self, http: HttpRequest) -> AnswerResponse:
         call = chat_call(await self._body(http))
         self._service.intake.check_model(call.model)
         asked = self._with_id(http, call.asked)
         request = await self._service.from_chat(call.messages, asked)
-        return self._answer(ChatShape(self._heading(asked)), call.streaming, [request])
+        shape = ChatShape(self._heading(asked))
+        return self._answer(shape, call.streaming, asked, [request], [""])
 
     async def _models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -193,14 +198,24 @@ class OpenAIHttp:
         )
 
     def _answer(
-        self, shape: CompletionShape, streaming: Streaming, requests: Sequence[Request]
+        self,
+        shape: CompletionShape,
+        streaming: Streaming,
+        asked: Asked,
+        requests: Sequence[Request],
+        prompt_texts: Sequence[str],
     ) -> AnswerResponse:
-        streams = [self._service.answer(request) for request in requests]
         return AnswerResponse(
             shape,
             streaming,
             requests,
-            streams,
+            [self._service.answer(request) for request in requests],
+            [
+                shape.choice(request, self._service.codec, text)
+                for request, text in zip(requests, prompt_texts, strict=True)
+                for _ in range(request.n_choices)
+            ],
+            prompt_logprobs=asked.prompt_logprobs,
             keepalive_s=self._keepalive_s,
             failures=self._service.failures,
         )

@@ -2,7 +2,7 @@
 
 This file owns ids, objects, choices, usage and errors as OpenAI's SDK reads them, streamed or in
 one piece. It must never wait for anything; the clock's reading is handed in. A shape lives as
-long as one HTTP request and is told nothing but text, indexes and counts.
+long as one HTTP request and is told nothing but pieces, indexes and counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from protocol.errors import TandemError
-from protocol.types import Complete, Usage
+from protocol.types import Usage
+from router.openai_choice import ChatChoiceReply, ChoiceReply, Ending, Piece
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -36,9 +37,10 @@ class CompletionShape:
     prefix: ClassVar[str] = "cmpl-"
     whole_object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
+    choice: ClassVar[type[ChoiceReply]] = ChoiceReply
 
     def __init__(self, heading: Heading) -> None:
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.prefix + heading.request_id,
             "created": heading.created,
             "model": heading.model,
@@ -49,35 +51,44 @@ class CompletionShape:
         """The chunk that opens choice ``index``, if this endpoint has one."""
         return None
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        """A chunk that carries new text of choice ``index``."""
-        return self._chunk([self._piece(index, text) | {"finish_reason": None}])
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A chunk that carries new text of choice ``index``, or new logprobs."""
+        return self._chunk([self._piece(index, piece) | {"finish_reason": None}])
 
-    def last(self, index: int, end: Complete) -> dict[str, Any]:
+    def last(self, index: int, ending: Ending) -> dict[str, Any]:
         """The chunk that closes choice ``index``."""
-        return self._chunk([self._piece(index, "") | _ending(end)])
+        return self._chunk([self._piece(index, Piece()) | _ending(ending)])
 
     def usage(self, usages: Iterable[Usage]) -> dict[str, Any]:
         """The last chunk of a stream that asked for usage: no choices."""
         return self._chunk([]) | {"usage": usage_json(usages)}
 
-    def whole(self, texts: Sequence[str], ends: Sequence[Complete]) -> dict[str, Any]:
-        """A reply in one piece; ``texts`` and ``ends`` by choice."""
-        choices = [
-            self._whole_choice(i, text) | _ending(end)
-            for i, (text, end) in enumerate(zip(texts, ends, strict=True))
-        ]
-        usage = usage_json(end.usage for end in ends)
-        return self._head | {"object": self.whole_object, "choices": choices, "usage": usage}
+    def whole(
+        self, choices: Sequence[tuple[Piece, ChoiceReply]], usages: Iterable[Usage]
+    ) -> dict[str, Any]:
+        """A reply in one piece. Each choice: all of it as one piece, and its ending."""
+        told = []
+        for index, (piece, reply) in enumerate(choices):
+            assert reply.ending is not None
+            told.append(self._whole_choice(index, piece) | _ending(reply.ending))
+        self._add_prompts(told, [reply for _, reply in choices])
+        usage = usage_json(usages)
+        return self._head | {"object": self.whole_object, "choices": told, "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object, "choices": choices}
 
-    def _piece(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None}
+    def _piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        return {"index": index, "text": piece.text, "logprobs": piece.logprobs}
 
-    def _whole_choice(self, index: int, text: str) -> dict[str, Any]:
-        return self._piece(index, text)
+    def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._piece(index, piece)
+
+    def _add_prompts(self, told: list[dict[str, Any]], replies: Sequence[ChoiceReply]) -> None:
+        """vLLM's place for the prompt's logprobs: every choice."""
+        for choice, reply in zip(told, replies, strict=True):
+            if reply.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = reply.prompt_logprobs
 
 
 class ChatShape(CompletionShape):
@@ -86,6 +97,7 @@ class ChatShape(CompletionShape):
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    choice = ChatChoiceReply
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The chunk with the role."""
@@ -93,18 +105,23 @@ class ChatShape(CompletionShape):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice])
 
-    def _piece(self, index: int, text: str) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None}
+    def _piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece else {}
+        return {"index": index, "delta": delta, "logprobs": piece.logprobs}
 
-    def _whole_choice(self, index: int, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None}
+    def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": piece.logprobs}
+
+    def _add_prompts(self, told: list[dict[str, Any]], replies: Sequence[ChoiceReply]) -> None:
+        """vLLM's place for the conversation's logprobs: the reply, which has but one prompt."""
+        if replies[0].prompt_logprobs is not None:
+            self._head["prompt_logprobs"] = replies[0].prompt_logprobs
 
 
-def _ending(end: Complete) -> dict[str, Any]:
+def _ending(ending: Ending) -> dict[str, Any]:
     # stop_reason is vLLM's addition: which stop string it was.
-    return {"finish_reason": end.finish_reason.value, "stop_reason": end.matched_stop}
+    return {"finish_reason": ending.finish_reason.value, "stop_reason": ending.matched_stop}
 
 
 def usage_json(usages: Iterable[Usage]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Life of an ``AnswerResponse`` (an ASGI response, returned by an endpoint and cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -25,6 +25,7 @@ from protocol.errors import TandemError
 from protocol.types import Complete, Delta, Request, Usage
 from router.answers import Answers, Event
 from router.failures import Failures
+from router.openai_choice import ChoiceReply, Piece
 from router.openai_replies import (
     DONE,
     KEEP_ALIVE,
@@ -49,7 +50,11 @@ def error_response(error: TandemError) -> JSONResponse:
 
 
 class AnswerResponse:
-    """Answers ``requests`` (one choice each) to one client."""
+    """Answers ``requests``, each with the same number of choices, to one client.
+
+    ``replies`` has every choice of the first request, then of the second, and so on; a choice's
+    index in the reply is its place there.
+    """
 
     def __init__(
         self,
@@ -57,14 +62,20 @@ class AnswerResponse:
         streaming: Streaming,
         requests: Sequence[Request],
         streams: Sequence[AsyncGenerator[Event, None]],
+        replies: Sequence[ChoiceReply],
         *,
+        prompt_logprobs: int | None,
         keepalive_s: float,
         failures: Failures,
     ) -> None:
+        """``prompt_logprobs``: how many likeliest prompt tokens a reply in one piece has."""
         self._shape = shape
         self._streaming = streaming
         self._prompt_tokens = [len(request.prompt) for request in requests]
         self._streams = streams
+        self._replies = replies
+        self._per_stream = len(replies) // len(streams)
+        self._prompt_logprobs = prompt_logprobs
         self._keepalive_s = keepalive_s
         self._failures = failures
 
@@ -83,19 +94,21 @@ class AnswerResponse:
             await asyncio.gather(work, hang_up, return_exceptions=True)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        texts = ["" for _ in self._streams]
-        ends: dict[int, Complete] = {}
+        pieces = [Piece() for _ in self._replies]
+        usages: list[Usage] = []
         response: JSONResponse
         try:
             async with Answers(self._streams) as answers:
                 while not answers.all_complete:
-                    index, piece = await answers.take()
-                    if isinstance(piece, Delta):
-                        texts[index] += piece.text
+                    stream, event = await answers.take()
+                    if isinstance(event, Delta):
+                        index = stream * self._per_stream + event.choice
+                        pieces[index].add(self._replies[index].take(event, self._prompt_logprobs))
                     else:
-                        ends[index] = piece
-            whole = self._shape.whole(texts, [ends[i] for i in range(len(texts))])
-            response = JSONResponse(whole)
+                        usages.append(event.usage)
+                        self._replies[stream * self._per_stream].end(event)
+            choices = list(zip(pieces, self._replies, strict=True))
+            response = JSONResponse(self._shape.whole(choices, usages))
         except Exception as error:
             response = error_response(self._failures.known(error))
         await response(scope, receive, send)
@@ -127,8 +140,8 @@ class AnswerResponse:
     ) -> AsyncIterator[bytes]:
         """Every event but ``[DONE]``, encoded."""
         completed = [0 for _ in self._streams]
-        ends: list[Complete] = []
-        for index in range(len(self._streams)):
+        usages: list[Usage] = []
+        for index in range(len(self._replies)):
             opening = self._shape.first(index)
             if opening is not None:
                 yield self._encode(opening, completed)
@@ -137,20 +150,39 @@ class AnswerResponse:
             if taken is None:
                 yield KEEP_ALIVE
             else:
-                index, piece = taken
-                if isinstance(piece, Complete):
-                    ends.append(piece)
-                    completed[index] = piece.usage.completion_tokens
-                    yield self._encode(self._shape.last(index, piece), completed)
+                stream, event = taken
+                if isinstance(event, Complete):
+                    usages.append(event.usage)
+                    completed[stream] = event.usage.completion_tokens
                 else:
-                    completed[index] += len(piece.token_ids)
-                    if piece.text:
-                        yield self._encode(self._shape.delta(index, piece.text), completed)
+                    completed[stream] += len(event.token_ids)
+                for chunk in self._chunks(stream, event):
+                    yield self._encode(chunk, completed)
             if answers.all_complete:
                 break
             taken = await answers.next(self._keepalive_s)
         if self._streaming.include_usage:
-            yield sse(self._shape.usage([end.usage for end in ends]))
+            yield sse(self._shape.usage(usages))
+
+    def _chunks(self, stream: int, event: Event) -> Iterator[dict[str, Any]]:
+        """What one event of an answer says to the client."""
+        index = stream * self._per_stream
+        if isinstance(event, Complete):
+            if self._per_stream == 1:
+                self._replies[index].end(event)
+                yield self._closing(index)
+            return
+        index += event.choice
+        piece = self._replies[index].take(event)
+        if piece:
+            yield self._shape.delta(index, piece)
+        if event.finish_reason is not None:
+            yield self._closing(index)
+
+    def _closing(self, index: int) -> dict[str, Any]:
+        ending = self._replies[index].ending
+        assert ending is not None
+        return self._shape.last(index, ending)
 
     def _encode(self, chunk: dict[str, Any], completed: Sequence[int]) -> bytes:
         if self._streaming.continuous_usage:

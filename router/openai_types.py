@@ -2,7 +2,8 @@
 
 This file owns which fields of ``/v1/completions`` and ``/v1/chat/completions`` are understood,
 which are refused because they would change the answer and are not supported, and that all others
-are ignored. It must never look at the model (``router.params`` does) or do I/O.
+are ignored; how an answer is drawn is read by ``router.openai_sampling``. It must never look at
+the model (``router.params`` does) or do I/O.
 
 Life of a body: ``router.json_fields`` makes an object of the bytes, ``completion_call`` or
 ``chat_call`` make a frozen call of it; both raise ``InvalidArgument`` with the field's name.
@@ -15,44 +16,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import InvalidArgument
-from router.json_fields import boolean, integer, is_integer, number, string, wrong_type
+from router.json_fields import boolean, is_integer, string, wrong_type
+from router.openai_sampling import chat_asked, completion_asked
 from router.params import Asked, chat_role, check_conversation, check_text
 
 MAX_PROMPTS = 64
 
 # Fields that would change the answer, with the values that ask for nothing. ``None`` always does.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
-    "min_p": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "prompt_embeds": (),
@@ -66,7 +49,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
 }
 # The same for what differs between the two calls.
-_CHAT_ADD_SPECIAL = {"add_special_tokens": (False,)}
+_COMPLETION_NEUTRAL = _NEUTRAL | {"top_logprobs": (0,)}
+_CHAT_NEUTRAL = _NEUTRAL | {"add_special_tokens": (False,), "echo": (False,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +84,22 @@ class ChatCall:
 
 def completion_call(body: dict[str, Any]) -> CompletionCall:
     """Read a ``/v1/completions`` body."""
-    _refuse_unsupported(body, _NEUTRAL)
+    _refuse_unsupported(body, _COMPLETION_NEUTRAL)
     return CompletionCall(
         model=string(body, "model"),
         prompts=_prompts(body.get("prompt")),
-        asked=_asked(body, ("max_tokens",)),
+        asked=completion_asked(body),
         streaming=_streaming(body),
     )
 
 
 def chat_call(body: dict[str, Any]) -> ChatCall:
     """Read a ``/v1/chat/completions`` body."""
-    _refuse_unsupported(body, _NEUTRAL | _CHAT_ADD_SPECIAL)
+    _refuse_unsupported(body, _CHAT_NEUTRAL)
     return ChatCall(
         model=string(body, "model"),
         messages=_messages(body.get("messages")),
-        asked=_asked(body, ("max_completion_tokens", "max_tokens")),
+        asked=chat_asked(body),
         streaming=_streaming(body),
     )
 
@@ -134,29 +118,14 @@ def _same(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
-def _asked(body: dict[str, Any], max_names: tuple[str, ...]) -> Asked:
-    given = [(name, count) for name in max_names if (count := integer(body, name)) is not None]
-    max_field, max_tokens = given[0] if given else ("max_tokens", None)
-    string(body, "user")  # accepted and unused, but a wrong type is still the caller's mistake
-    return Asked(
-        max_tokens=max_tokens,
-        max_tokens_field=max_field,
-        temperature=number(body, "temperature"),
-        top_p=number(body, "top_p"),
-        top_k=integer(body, "top_k"),
-        seed=integer(body, "seed"),
-        stop=_stops(body.get("stop")),
-        include_stop_str_in_output=boolean(body, "include_stop_str_in_output", False),
-        ignore_eos=boolean(body, "ignore_eos", False),
-        skip_special_tokens=boolean(body, "skip_special_tokens", True),
-        priority=integer(body, "priority") or 0,
-        request_id=string(body, "request_id"),
-    )
-
-
 def _streaming(body: dict[str, Any]) -> Streaming:
     enabled = boolean(body, "stream", False)
     options = body.get("stream_options")
+    if enabled and body.get("prompt_logprobs") is not None:
+        raise InvalidArgument(
+            "prompt_logprobs are not given in a stream; ask without stream, or with echo",
+            field="prompt_logprobs",
+        )
     if options is None:
         return Streaming(enabled)
     if not isinstance(options, dict):
@@ -170,16 +139,6 @@ def _streaming(body: dict[str, Any]) -> Streaming:
         include_usage=boolean(options, "include_usage", False, "stream_options."),
         continuous_usage=boolean(options, "continuous_usage_stats", False, "stream_options."),
     )
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise InvalidArgument("stop must be a string or a list of strings", field="stop")
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:

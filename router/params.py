@@ -1,9 +1,10 @@
 """What a client may ask for: one check of every value, for HTTP and gRPC alike.
 
-This file owns the bounds of every sampling field, the arithmetic of context lengths and the
-defaults of what a client leaves out (temperature 1, top_p 1, every candidate, the rest of the
-context). It raises ``InvalidArgument`` with the client's own name of the field. It must never
-tokenize, do I/O or know a protocol; seeds and ids are drawn by functions handed in.
+This file owns the arithmetic of context lengths and the defaults of what a client leaves out
+(temperature 1, top_p 1, every candidate, the rest of the context); the bounds of single values
+are in ``router.bounds``. It raises ``InvalidArgument`` with the client's own name of the field.
+It must never tokenize, do I/O or know a protocol; seeds and ids are drawn, and grammars compiled,
+by functions handed in.
 
 Life of a value: a front end parses types into ``Asked`` and the prompt into token ids; then
 ``Intake.request`` checks both against the model and makes the ``Request`` that is dispatched.
@@ -11,22 +12,18 @@ Life of a value: a front end parses types into ``Asked`` and the prompt into tok
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
-from protocol.types import Request, SamplingParams
+from protocol.types import Grammar, Request, SamplingParams
+from router.bounds import check_min_tokens, check_token_ids, check_unicode, check_values
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-MAX_TEMPERATURE = 2.0
 GREEDY_BELOW = 1e-5  # a temperature that would overflow logits / temperature is greedy
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
 SEED_MASK = (1 << 63) - 1  # seeds are signed 64-bit on every wire and device
-_INT32 = 1 << 31
-_INT64 = 1 << 63
+MAX_PROMPT_LOGPROBS = 200_000  # entries in all: they travel in one message
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")  # goes into headers and logs as it is
 
 
@@ -57,22 +54,27 @@ class Asked:
     priority: int = 0
     request_id: str | None = None
     deadline_s: float | None = None
+    n: int | None = None
+    echo: bool = False
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    logprobs_field: str = "logprobs"  # the name under which the client said how many
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    grammar_field: str = "response_format"
 
 
 def check_text(text: str, field: str) -> None:
     """Refuse text that is empty or that UTF-8 cannot write (half a surrogate pair)."""
     if not text:
         raise InvalidArgument(f"{field} is empty: give at least one character", field=field)
-    _check_unicode(text, field)
-
-
-def _check_unicode(text: str, field: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{field} holds half of a surrogate pair at character {error.start}", field=field
-        ) from error
+    check_unicode(text, field)
 
 
 def chat_role(role: object, field: str) -> str:
@@ -110,11 +112,14 @@ class Intake:
         draw_seed: Callable[[], int],
         draw_id: Callable[[], str],
         request_timeout_s: float,
+        check_grammar: Callable[[Grammar], str | None] = lambda grammar: None,
     ) -> None:
+        """``check_grammar`` says why a grammar does not compile, or None."""
         self.limits = limits
         self._draw_seed = draw_seed
         self.draw_id = draw_id
         self._request_timeout_s = request_timeout_s
+        self._check_grammar = check_grammar
 
     def check_model(self, name: str | None) -> None:
         """Accept the served name, or no name at all; raise ``ModelNotFound`` for another."""
@@ -129,14 +134,7 @@ class Intake:
         """Refuse an empty list and ids outside the vocabulary."""
         if not tokens:
             raise InvalidArgument(f"{field} is empty: give at least one token", field=field)
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self.limits.vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidArgument(
-                f"{field} holds token id {wrong}; ids of this model are 0 to "
-                f"{self.limits.vocab_size - 1}",
-                field=field,
-            )
+        check_token_ids(tokens, field, self.limits.vocab_size)
 
     def check_sequence(self, tokens: Sequence[int], field: str) -> None:
         """Refuse as ``check_tokens`` does, and what no context holds: decoding blocks streams."""
@@ -150,21 +148,17 @@ class Intake:
 
     def check_values(self, asked: Asked) -> None:
         """Check everything that does not depend on the prompt: before any tokenizing."""
-        _check_count(asked)
-        _check_range(asked.temperature, "temperature", 0.0, MAX_TEMPERATURE)
-        _check_range(asked.top_p, "top_p", 0.0, 1.0, open_low=True)
-        if asked.top_k is not None and asked.top_k < -1:
-            raise InvalidArgument(
-                f"top_k is {asked.top_k}; it must be positive, or 0 or -1 for no limit",
-                field="top_k",
-            )
-        if asked.seed is not None and not -_INT64 <= asked.seed < _INT64:
-            raise InvalidArgument("seed must fit 64 signed bits", field="seed")
-        if not -_INT32 <= asked.priority < _INT32:
-            raise InvalidArgument("priority must fit 32 signed bits", field="priority")
+        check_values(asked, self.limits.vocab_size)
         if asked.request_id is not None:
             check_request_id(asked.request_id)
-        _check_stops(asked.stop)
+
+    def check_grammar(self, asked: Asked) -> None:
+        """Refuse a grammar that does not compile, in the compiler's words. May take a while."""
+        if asked.grammar is None:
+            return
+        complaint = self._check_grammar(asked.grammar)
+        if complaint is not None:
+            raise InvalidArgument(f"{asked.grammar_field}: {complaint}", field=asked.grammar_field)
 
     def request(self, asked: Asked, prompt: Sequence[int], field: str = "prompt") -> Request:
         """The request to dispatch. ``field`` names the prompt in errors.
@@ -176,29 +170,76 @@ class Intake:
         # Lengths first: looking at millions of ids would hold up every stream.
         max_tokens = self._max_tokens(asked, len(prompt), field)
         self.check_tokens(prompt, field)
+        check_min_tokens(asked.min_tokens or 0, max_tokens, asked.max_tokens_field)
+        prompt_logprobs = self._prompt_logprobs(asked, len(prompt))
         seed = self._draw_seed() if asked.seed is None else asked.seed
-        temperature = 1.0 if asked.temperature is None else asked.temperature
-        top_k = max(asked.top_k or 0, 0)
         deadline_s = self._request_timeout_s
         if asked.deadline_s is not None:
             deadline_s = min(deadline_s, asked.deadline_s)
+        if max_tokens == 0:
+            # The engine always draws a token after a prompt; this one nobody sees.
+            sampling = SamplingParams(
+                max_tokens=1,
+                seed=seed & SEED_MASK,
+                logprobs=asked.logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        else:
+            sampling = self._sampling(asked, max_tokens, seed & SEED_MASK, prompt_logprobs)
         return Request(
             request_id=asked.request_id or self.draw_id(),
             prompt=tuple(prompt),
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=0.0 if temperature < GREEDY_BELOW else float(temperature),
-                top_p=1.0 if asked.top_p is None else float(asked.top_p),
-                top_k=0 if top_k >= self.limits.vocab_size else top_k,
-                seed=seed & SEED_MASK,
-                ignore_eos=asked.ignore_eos,
-            ),
-            stop=asked.stop,
+            sampling=sampling,
+            stop=asked.stop if max_tokens else (),
             include_stop_str_in_output=asked.include_stop_str_in_output,
             priority=asked.priority,
             deadline_s=deadline_s,
             skip_special_tokens=asked.skip_special_tokens,
+            n_choices=1 if asked.n is None else asked.n,
+            echo=asked.echo,
+            prompt_only=max_tokens == 0,
         )
+
+    def _sampling(
+        self, asked: Asked, max_tokens: int, seed: int, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        temperature = 1.0 if asked.temperature is None else asked.temperature
+        top_k = max(asked.top_k or 0, 0)
+        penalty = asked.repetition_penalty
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if temperature < GREEDY_BELOW else float(temperature),
+            top_p=1.0 if asked.top_p is None else float(asked.top_p),
+            top_k=0 if top_k >= self.limits.vocab_size else top_k,
+            seed=seed,
+            ignore_eos=asked.ignore_eos,
+            min_p=float(asked.min_p or 0.0),
+            presence_penalty=float(asked.presence_penalty or 0.0),
+            frequency_penalty=float(asked.frequency_penalty or 0.0),
+            repetition_penalty=1.0 if penalty is None else float(penalty),
+            logit_bias=asked.logit_bias,
+            min_tokens=asked.min_tokens or 0,
+            stop_token_ids=asked.stop_token_ids,
+            logprobs=asked.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=asked.grammar,
+        )
+
+    def _prompt_logprobs(self, asked: Asked, n_prompt: int) -> int | None:
+        """How many per prompt token: what was asked for as such, or for the echo's sake."""
+        wanted = (asked.prompt_logprobs, asked.logprobs if asked.echo else None)
+        given = [k for k in wanted if k is not None]
+        if not given:
+            return None
+        entries = n_prompt * (max(given) + 1) * (asked.n or 1)
+        if entries > MAX_PROMPT_LOGPROBS:
+            field = "prompt_logprobs" if asked.prompt_logprobs is not None else asked.logprobs_field
+            raise InvalidArgument(
+                f"{field} asks for {entries} values of a prompt of {n_prompt} tokens; at most "
+                f"{MAX_PROMPT_LOGPROBS} are given",
+                field=field,
+            )
+        return max(given)
 
     def _max_tokens(self, asked: Asked, n_prompt: int, field: str) -> int:
         context = self.limits.max_model_len
@@ -220,46 +261,3 @@ class Intake:
                 field=asked.max_tokens_field,
             )
         return asked.max_tokens
-
-
-def _check_count(asked: Asked) -> None:
-    count, field = asked.max_tokens, asked.max_tokens_field
-    if count == 0:
-        raise InvalidArgument(
-            f"{field} is 0; an answer has at least one token (0 is only of use together with "
-            "echo, which this server does not offer)",
-            field=field,
-        )
-    if count is not None and count < 0:
-        raise InvalidArgument(f"{field} is {count}; it must be at least 1", field=field)
-    if count is not None and count >= _INT32:
-        # Refused here, because Python prints no number of thousands of digits.
-        raise InvalidArgument(f"{field} must fit 32 signed bits", field=field)
-
-
-def _check_range(
-    value: float | None, field: str, low: float, high: float, *, open_low: bool = False
-) -> None:
-    if value is None:
-        return
-    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-    if not inside:
-        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise InvalidArgument(f"{field} is {value}; it must be {bounds}", field=field)
-
-
-def _check_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > MAX_STOPS:
-        raise InvalidArgument(
-            f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed", field="stop"
-        )
-    for stop in stops:
-        if not stop:
-            raise InvalidArgument("stop holds an empty string", field="stop")
-        if len(stop) > MAX_STOP_CHARS:
-            raise InvalidArgument(
-                f"stop holds a string of {len(stop)} characters; at most {MAX_STOP_CHARS} "
-                "are allowed",
-                field="stop",
-            )
-        _check_unicode(stop, "stop")

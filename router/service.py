@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from protocol.errors import ContextLengthExceeded
-from protocol.types import Complete, Delta, Request
+from protocol.types import Complete, Delta, FinishReason, Request
 from router.failures import Failures
 from router.params import Asked, Intake
 from router.status import RouterStatus
@@ -25,6 +27,7 @@ LONG_PROMPT_CHARS = 4096  # above: encoding takes longer than a stream may be he
 # context is refused unread, and only a few long prompts are encoded at a time.
 MOST_CHARS_PER_TOKEN = 128
 LONG_PROMPTS_AT_ONCE = 2
+GRAMMARS_AT_ONCE = 2
 
 
 class Codec(Protocol):
@@ -34,6 +37,9 @@ class Codec(Protocol):
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def decoder_for(self, request: Request) -> IncrementalText: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    @property
+    def special_tokens(self) -> frozenset[int]: ...
 
 
 class Core(Protocol):
@@ -54,24 +60,28 @@ class InferenceService:
         self.codec = codec
         self.core = core
         self.failures = failures
+        self._compiling = asyncio.Semaphore(GRAMMARS_AT_ONCE)
         self._encoding = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
     async def from_text(self, text: str, asked: Asked, field: str = "prompt") -> Request:
         """The request for a plain prompt. Raises as ``Intake.request``."""
-        self.intake.check_values(asked)
+        await self._check(asked)
         self._check_length(len(text), field)
         tokens = await self.encode(text)
         return self.intake.request(asked, tokens, field)
 
     async def from_chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Request:
         """The request for a conversation. Raises as ``Intake.request``."""
-        self.intake.check_values(asked)
+        await self._check(asked)
         self._check_length(_chars(messages), "messages")
         tokens = await self.encode_chat(messages)
         return self.intake.request(asked, tokens, "messages")
 
-    def from_tokens(self, tokens: Sequence[int], asked: Asked, field: str = "prompt") -> Request:
+    async def from_tokens(
+        self, tokens: Sequence[int], asked: Asked, field: str = "prompt"
+    ) -> Request:
         """The request for a prompt of token ids. Raises as ``Intake.request``."""
+        await self._check(asked)
         return self.intake.request(asked, tokens, field)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -93,7 +103,21 @@ class InferenceService:
     def answer(self, request: Request) -> AsyncGenerator[Delta | Complete, None]:
         """The answer as it grows: ``Delta``s, then one ``Complete``. Close it to cancel."""
         texts = [self.codec.decoder_for(request) for _ in range(request.n_choices)]
-        return self.core.generate(request, texts)
+        answer = self.core.generate(request, texts)
+        return _prompt_only(answer) if request.prompt_only else answer
+
+    def prompt_text(self, request: Request, prompt: str | Sequence[int]) -> str:
+        """What ``echo`` puts before an answer: the prompt as it was given, or its text."""
+        if isinstance(prompt, str):
+            return prompt
+        return self.codec.decode(request.prompt, skip_special_tokens=request.skip_special_tokens)
+
+    async def _check(self, asked: Asked) -> None:
+        """What needs no prompt. Compiling a grammar would hold up every stream: in a thread."""
+        self.intake.check_values(asked)
+        if asked.grammar is not None:
+            async with self._compiling:
+                await asyncio.to_thread(self.intake.check_grammar, asked)
 
     def _check_length(self, n_chars: int, field: str) -> None:
         context = self.intake.limits.max_model_len
@@ -103,6 +127,20 @@ class InferenceService:
                 f"{context} tokens can ever hold",
                 field=field,
             )
+
+
+async def _prompt_only(
+    answer: AsyncGenerator[Delta | Complete, None],
+) -> AsyncGenerator[Delta | Complete, None]:
+    """The answer without the one token per choice that was drawn and nobody asked for."""
+    async with aclosing(answer):
+        async for piece in answer:
+            if isinstance(piece, Complete):
+                usage = replace(piece.usage, completion_tokens=0)
+                yield replace(piece, finish_reason=FinishReason.LENGTH, usage=usage)
+            else:
+                finish = piece.finish_reason and FinishReason.LENGTH
+                yield replace(piece, token_ids=(), text="", logprobs=(), finish_reason=finish)
 
 
 def _chars(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -24,6 +24,7 @@ from tokenizers.decoders import DecodeStream
 
 from protocol.errors import ConfigError, InternalError, InvalidArgument
 from protocol.types import Request
+from router.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8  # end of the prompt that the decoder sees, so that a leading space is right
@@ -175,11 +176,21 @@ class TextCodec:
             raise ConfigError(f"the tokenizer of {model_path} has no fast (tokenizers) form")
         self._template = loaded
         self._tokenizer = backend
+        self._token_bytes = TokenBytes(backend)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether ``chat`` can work for this model."""
         return bool(self._template.chat_template)
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of the tokens that are no text of an answer's."""
+        return self._token_bytes.special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; they need not be whole characters."""
+        return self._token_bytes(token_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a plain prompt, with the model's own special tokens around it."""

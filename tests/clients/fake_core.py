@@ -1,10 +1,11 @@
 """A dispatcher and a codec without workers, for tests of the front ends.
 
-The answer to every prompt is ``ANSWER``, one byte per token, through the real incremental text
-and stop matching. Words in the prompt steer it: ``hold-first`` and ``hold-later`` wait for
-``release`` (or their deadline) before the first token or after the second one; ``fail-first`` and
-``fail-later`` raise there, and ``late-first`` as a server whose own time is up; ``bug`` raises
-what no front expects. An answer that is closed early is in ``cancelled``.
+The answer to every prompt is ``ANSWER`` (further choices: ``OTHER_ANSWER``, then again), one byte
+per token, through the real incremental text and stop matching; half of a prompt was cached.
+Words in the prompt steer it: ``hold-first`` and ``hold-later`` wait for ``release`` (or their
+deadline) before the first token or after the second one; ``fail-first`` and ``fail-later`` raise
+there, and ``late-first`` as a server whose own time is up; ``bug`` raises what no front expects.
+An answer that is closed early is in ``cancelled``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,14 +27,28 @@ from protocol.types import (
     ModelInfo,
     Request,
     StageTiming,
+    TokenLogprobs,
     Usage,
     WorkerInfo,
 )
 from router.status import RouterStatus
 from router.text import IncrementalText
+from router.token_bytes import TokenBytes
 
+OTHER_ANSWER = "Another answer, 世界. Two. And more."
 ANSWER = "Tandem says: grüße, 世界 \U0001f6b2! One. Two. Three."
 MODEL = ModelInfo("f" * 32, 256, 512, (), KvGeometry(2, 2, 8, 16, "float32"))
+
+
+def answer_of(choice: int) -> str:
+    """What the fake answers, by choice."""
+    return OTHER_ANSWER if choice % 2 else ANSWER
+
+
+def logprobs_of(token: int, k: int) -> TokenLogprobs:
+    """Logprobs that tell tokens apart: the token itself is third, unlikely where k is small."""
+    top = tuple(((token + i + 1) % 256, -0.5 * (i + 1)) for i in range(k))
+    return TokenLogprobs(token, -token / 64 - 1, 3, top)
 
 
 class ByteCodec:
@@ -45,6 +61,7 @@ class ByteCodec:
         )
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
+        self.token_bytes = TokenBytes(self.tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_batch([text])[0].ids)
@@ -55,6 +72,8 @@ class ByteCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids)))
+
+    special_tokens: frozenset[int] = frozenset()
 
     def decoder_for(self, request: Request) -> IncrementalText:
         return IncrementalText(
@@ -98,37 +117,74 @@ class FakeCore:
     async def generate(
         self, request: Request, texts: Sequence[IncrementalText]
     ) -> AsyncGenerator[Delta | Complete, None]:
-        (text,) = texts
         self._loop = asyncio.get_running_loop()
         self._note(self.requests, request)
         prompt = self.codec.decode(request.prompt)
         ended = False
         try:
             await self._steer(request, prompt, "first")
-            answer = self.codec.encode(ANSWER)[: request.sampling.max_tokens]
-            for index, token in enumerate(answer):
+            answers = [
+                self.codec.encode(answer_of(c))[: request.sampling.max_tokens]
+                for c in range(request.n_choices)
+            ]
+            ends: dict[int, tuple[FinishReason, str | None, int]] = {}
+            for index in range(max(map(len, answers))):
                 if index == 2:
                     await self._steer(request, prompt, "later")
-                piece = text.push([token])
-                yield Delta(index, (token,), piece.text)
-                if piece.stop_matched is not None:
-                    ended = True
-                    yield self._end(request, index + 1, FinishReason.STOP, piece.stop_matched)
-                    return
-            rest = text.finish()
-            if rest:
-                yield Delta(len(answer), (), rest)
-            cut = len(answer) < len(self.codec.encode(ANSWER))
+                for choice, answer in enumerate(answers):
+                    if choice not in ends:
+                        delta = self._token(request, texts[choice], choice, answer, index)
+                        yield self._seen(delta, request, ends)
             ended = True
-            yield self._end(
-                request, len(answer), FinishReason.LENGTH if cut else FinishReason.STOP, None
-            )
+            reason, stop, _ = ends[0]
+            n_tokens = sum(count for _, _, count in ends.values())
+            yield self._end(request, n_tokens, reason, stop)
         except (DeadlineExceeded, Unavailable, Overloaded, ZeroDivisionError):
             ended = True
             raise
         finally:
             if not ended:
                 self._note(self.cancelled, request.request_id)
+
+    def _token(
+        self,
+        request: Request,
+        text: IncrementalText,
+        choice: int,
+        answer: Sequence[int],
+        index: int,
+    ) -> Delta:
+        """One token of a choice; its last one says how the choice ended."""
+        token, sampling = answer[index], request.sampling
+        piece = text.push([token])
+        delta = Delta(index, (token,), piece.text, choice)
+        if sampling.logprobs is not None:
+            delta = replace(delta, logprobs=(logprobs_of(token, sampling.logprobs),))
+        if sampling.prompt_logprobs is not None and index == 0:
+            k = sampling.prompt_logprobs
+            told = tuple(logprobs_of(token, k) for token in request.prompt[1:])
+            delta = replace(delta, prompt_logprobs=told)
+        if piece.stop_matched is not None:
+            delta = replace(delta, finish_reason=FinishReason.STOP, matched_stop=piece.stop_matched)
+        elif index + 1 == len(answer):
+            cut = len(answer) < len(self.codec.encode(answer_of(choice)))
+            reason = FinishReason.LENGTH if cut else FinishReason.STOP
+            delta = replace(delta, text=delta.text + text.finish(), finish_reason=reason)
+        return delta
+
+    def _seen(
+        self,
+        delta: Delta,
+        request: Request,
+        ends: dict[int, tuple[FinishReason, str | None, int]],
+    ) -> Delta:
+        """As the dispatcher gives it: of a single choice, only ``Complete`` says the end."""
+        if delta.finish_reason is None:
+            return delta
+        ends[delta.choice] = (delta.finish_reason, delta.matched_stop, delta.index + 1)
+        if request.n_choices > 1:
+            return delta
+        return replace(delta, finish_reason=None, matched_stop=None)
 
     def _note(self, notes: list, item: object) -> None:
         with self.changed:
@@ -158,7 +214,7 @@ class FakeCore:
     def _end(
         self, request: Request, n_tokens: int, reason: FinishReason, stop: str | None
     ) -> Complete:
-        usage = Usage(len(request.prompt), n_tokens, 0)
+        usage = Usage(len(request.prompt), n_tokens, len(request.prompt) // 2)
         return Complete(reason, usage, stop, (StageTiming("prefill", "prefill-0", 0.25),))
 
     def set_workers(self, workers: tuple[WorkerInfo, ...]) -> None:

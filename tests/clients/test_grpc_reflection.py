@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from router.grpc_front import LAST_WORD_S, before
+from router.grpc_sampling import LAST_WORD_S, before
 
 INFERENCE, ADMIN = "tandem.v1.Inference", "tandem.v1.Admin"
 

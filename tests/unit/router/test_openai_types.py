@@ -101,30 +101,16 @@ def test_wrong_messages_name_the_place(messages, field):
 
 
 UNSUPPORTED = [
-    ("n", 2),
-    ("n", True),
     ("best_of", 2),
-    ("echo", True),
     ("suffix", "end"),
-    ("logprobs", True),
-    ("logprobs", 0),
-    ("top_logprobs", 3),
-    ("logit_bias", {"5": 1}),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -0.5),
-    ("repetition_penalty", 1.1),
-    ("min_tokens", 1),
-    ("min_p", 0.1),
-    ("stop_token_ids", [2]),
     ("tools", [{"type": "function"}]),
     ("tool_choice", "required"),
     ("functions", [{}]),
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a"}),
-    ("guided_json", "{}"),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
-    ("prompt_logprobs", 1),
+    ("top_logprobs", 3),
+    ("bad_words", ["x"]),
+    ("use_beam_search", True),
 ]
 
 

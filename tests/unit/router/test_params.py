@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
+from router.bounds import MAX_STOPS
 from router.params import (
-    MAX_STOPS,
     Asked,
     Intake,
     ModelLimits,
