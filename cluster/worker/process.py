@@ -45,6 +45,7 @@ from kv_transfer.transport import Transport
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.p2p import P2pTransport
 from prefill_worker.role import PrefillRole
+from protocol import page_hash
 from protocol.agreement import PROTOCOL_VERSION
 from protocol.errors import ConfigError, WrongState
 from protocol.lifecycle import WORKER_TABLE, WorkerEvent, WorkerState, follow
@@ -266,8 +267,9 @@ class WorkerProcess:
 
     def _role_options(self) -> RoleOptions:
         options, model = self.options, self._engine.model
+        geometry = model.geometry
         return RoleOptions(
-            page_bytes=model.geometry.page_bytes,
+            page_bytes=geometry.page_bytes,
             max_num_batched_tokens=self._chosen.budget,
             max_num_seqs=self._chosen.max_num_seqs,
             max_model_len=model.max_model_len,
@@ -278,6 +280,7 @@ class WorkerProcess:
             lease_s=options.timing.lease_s,
             link_op_s=options.timing.link_op_s,
             heartbeat_s=options.timing.heartbeat_s,
+            hash_root=page_hash.root(model.fingerprint, geometry.dtype, geometry.page_size),
         )
 
     def _make_transport(self) -> Transport:
