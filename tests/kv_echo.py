@@ -16,23 +16,23 @@ import torch
 from cluster.worker.engine import Engine
 from cluster.worker.options import WorkerOptions
 from kv_transfer.pool import KvPool
-from protocol.step import RowResult, StepPlan, StepResult
-from protocol.types import KvGeometry, ModelInfo
+from protocol.step import CopyKind, PageCopy, RowResult, StepPlan, StepResult
+from protocol.types import KvGeometry, ModelInfo, TokenLogprobs
 
 VOCAB = 997
 MAX_LEN = 512
 
 
-def echo_next(tokens: Sequence[int]) -> int:
+def echo_next(tokens: Sequence[int], choice: int = 0) -> int:
     """The token that follows these."""
-    return sum((i + 1) * (t + 1) for i, t in enumerate(tokens)) % VOCAB
+    return (sum((i + 1) * (t + 1) for i, t in enumerate(tokens)) + choice) % VOCAB
 
 
-def echo_answer(prompt: Sequence[int], n: int) -> list[int]:
+def echo_answer(prompt: Sequence[int], n: int, choice: int = 0) -> list[int]:
     """The whole answer of ``n`` tokens."""
     tokens = list(prompt)
     for _ in range(n):
-        tokens.append(echo_next(tokens))
+        tokens.append(echo_next(tokens, choice))
     return tokens[len(prompt) :]
 
 
@@ -63,11 +63,23 @@ class EchoModel:
 
     def _runner(self, pool: KvPool) -> Callable[[StepPlan], StepResult]:
         size = self.geometry.page_size
+        host: dict[int, torch.Tensor] = {}
+
+        def copy(one: PageCopy) -> None:
+            match one.kind:
+                case CopyKind.WITHIN:
+                    pool.tensor[one.target] = pool.tensor[one.source]
+                case CopyKind.TO_HOST:
+                    host[one.target] = pool.tensor[one.source].clone()
+                case CopyKind.FROM_HOST:
+                    pool.tensor[one.target] = host.pop(one.source)
 
         def run(plan: StepPlan) -> StepResult:
             self.entered.set()
             if not self.gate.wait(30):
                 raise RuntimeError("nobody opened the gate")
+            for one in plan.copies:
+                copy(one)
             results: list[RowResult] = []
             for row in plan.rows:
                 for i, token in enumerate(row.tokens, row.start):
@@ -83,7 +95,10 @@ class EchoModel:
                     low, high = float(place.min()), float(place.max())
                     # Every layer, half and element must agree, or the page is not what it says.
                     total += (i + 1) * int(low) if low == high else -1
-                results[-1] = RowResult((total % VOCAB,))
+                tokens = tuple((total + choice) % VOCAB for choice in row.choices)
+                asked = row.sample.logprobs is not None
+                logprobs = tuple(TokenLogprobs(t, 0.0, 1) for t in tokens) if asked else ()
+                results[-1] = RowResult(tokens, logprobs)
             return StepResult(tuple(results))
 
         return run

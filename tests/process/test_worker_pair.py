@@ -108,6 +108,20 @@ def test_requests_at_once_share_steps_and_keep_apart() -> None:
         both.check_all_returned()
 
 
+@pytest.mark.parametrize("transport", ["p2p", "loopback"])
+def test_a_second_turn_computes_only_what_is_new(transport: str) -> None:
+    with pair(transport=transport) as both:
+        turn = echo_prompt(5 * PAGE + 3, seed=1)
+        for _ in range(4):
+            before = both.prefill_model.tokens_computed
+            assert both.core.generate(turn, 6) == echo_answer(turn, 6)
+            computed = both.prefill_model.tokens_computed - before
+            found = 0 if before == 0 else (len(turn) - 28) // PAGE * PAGE  # the last turn's pages
+            assert computed == len(turn) - found
+            both.check_all_returned()
+            turn = (*turn, *echo_answer(turn, 6), *echo_prompt(22, seed=len(turn)))
+
+
 def test_colocated_is_the_same_answer_from_one_worker() -> None:
     config = a_config(mode="colocated")
     (options,) = options_of(config)
