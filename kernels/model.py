@@ -17,6 +17,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from kernels.attention import Needs
 from kernels.attention_op import NAME
+from kernels.linear_cpu import speed_up
 from kernels.model_info import Described, describe, fingerprint
 from kernels.parallel import RankPlace, check_divisible
 from kernels.probe import probe, reason
@@ -34,6 +35,8 @@ class LoadedModel:
     described: Described
     fingerprint: str
     ranks: int = 1
+    path: Path | None = None  # the folder it came from
+    linear: str = ""  # how its linear layers are computed: a line for the start-up log
 
     def geometry(self, page_size: int) -> KvGeometry:
         """The shape of this rank's part of the KV cache, with pages of ``page_size`` tokens."""
@@ -73,11 +76,21 @@ def load_model(
     if ranks > 1:
         check_divisible(described, ranks)
     module = _weights(path, described, ranks).to(device).eval().requires_grad_(False)
+    linear = speed_up(module)
     try:
         needs = probe(forward, module, described, torch.device(device), ranks)
     except ConfigError as e:
         raise ConfigError(f"model.path {path}: {e.message}") from e
-    return LoadedModel(module, torch.device(device), needs, described, digest, ranks)
+    return LoadedModel(
+        module=module,
+        device=torch.device(device),
+        needs=needs,
+        described=described,
+        fingerprint=digest,
+        ranks=ranks,
+        path=Path(path),
+        linear=linear,
+    )
 
 
 def _weights(path: str | Path, described: Described, ranks: int) -> Any:

@@ -1,13 +1,13 @@
-"""Runs one step on one device: rows in, tokens out.
+"""Runs one step on one device: copies and rows in, tokens out.
 
-This file owns the way of a step through batch, model, attention and sampling, on a KV pool that
-it was handed and does not own. It must never know requests beyond the id that it passes through,
-and never decide which rows run.
+This file owns the way of a step through page copies, batch, model, attention and sampling, on a KV
+pool that it was handed and does not own. It must never know requests beyond the id that it passes
+through, and never decide which rows run. Nothing in a step waits for the device but its end.
 
 Life of a ``Runner``:
  1. Built once over a loaded model and the pool; checks that they fit and picks the attention.
  2. ``warm_up`` before the first real step, while no page is in use.
- 3. ``run`` for every step, from one thread. Pages not named by the rows may be written by other
+ 3. ``run`` for every step, from one thread. Pages not named by the step may be written by other
     threads meanwhile.
 """
 
@@ -15,30 +15,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from kernels.attention import choose
 from kernels.attention_op import BACKENDS, PagedStep
-from kernels.batch import pack
+from kernels.batch import Batch, pack
+from kernels.grammar import TokenTable
 from kernels.model import LoadedModel, forward
-from kernels.sampling import Draw, sample
-from protocol.errors import InternalError
-from protocol.step import RowResult, StepResult, StepRow
-from protocol.types import SamplingParams, TicketId
+from kernels.page_copies import PageCopier
+from kernels.prompt_logprobs import HiddenStates, prompt_logprobs
+from kernels.sampling import Drawn, Sampler
+from kernels.settings import Draw
+from protocol.errors import ErrorInfo, InternalError, TandemError
+from protocol.step import PageCopy, RowResult, StepResult, StepRow
+from protocol.types import Grammar, GrammarKind, SamplingParams, TicketId, TokenLogprobs
+
+_NOTHING = RowResult()
 
 
 class Runner:
     """See the file's head. ``attention`` is a line for the start-up log."""
 
     def __init__(
-        self, model: LoadedModel, kv: torch.Tensor, page_size: int, backend: str | None = None
+        self,
+        model: LoadedModel,
+        kv: torch.Tensor,
+        page_size: int,
+        backend: str | None = None,
+        host_kv: torch.Tensor | None = None,
     ) -> None:
         """``kv`` is the pool ``[pages, layers, 2, page_size, kv_heads, head_dim]``, contiguous.
 
         ``backend`` names an attention backend instead of the best one (tests compare with the
-        oracle). Raises ``InternalError`` for a pool of another shape, ``ConfigError`` when no
-        backend can serve the model.
+        oracle). ``host_kv`` holds pages that left the pool (pinned for a GPU). Raises
+        ``InternalError`` for a pool of another shape, ``ConfigError`` when no backend can serve
+        the model.
         """
         geometry = model.geometry(page_size)
         expected = (geometry.layers, 2, page_size, geometry.kv_heads, geometry.head_dim)
@@ -56,50 +69,115 @@ class Runner:
         self._geometry = geometry
         offered = [b for b in BACKENDS if backend in (None, b.declaration.name)]
         self._backend, self.attention = choose(offered, model.needs, geometry, model.device.type)
+        self._copier = PageCopier(kv, host_kv)
+        described = model.described
+        ends = described.eos_token_ids
+        tokens = None
+        if model.path is not None:
+            tokens = TokenTable(model.path, described.vocab_size, ends)
+        self._sampler = Sampler(described.vocab_size, model.device, ends, tokens)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[StepRow]) -> StepResult:
-        """Compute one step and write its KV. Blocks until the tokens are known.
+    def run(self, rows: Sequence[StepRow], copies: Sequence[PageCopy] = ()) -> StepResult:
+        """Carry out ``copies``, then compute one step and write its KV; either may be empty.
 
-        A row with non-finite logits fails alone; anything else that goes wrong raises.
+        Blocks until the tokens are known. A row whose token cannot be drawn (logits that are not
+        finite, a grammar without a way on) fails alone; anything else that goes wrong raises.
         """
         started = time.perf_counter()
+        self._copier.run(copies)
+        results = self._run(rows) if rows else []
+        return StepResult(tuple(results), time.perf_counter() - started)
+
+    def _run(self, rows: Sequence[StepRow]) -> list[RowResult]:
         vocab = self._model.described.vocab_size
         batch = pack(rows, self._geometry.page_size, len(self._kv), vocab, self._model.device)
+        asking = [r for r, row in enumerate(rows) if row.prompt_logprobs is not None]
+        states = HiddenStates(self._model.module) if asking else None
+        with states.kept() if states else nullcontext():
+            logits_SV = self._logits(batch)
+        results = self._draw(rows, batch.sampled, logits_SV)
+        if states:
+            for r in asking:
+                results[r] = self._with_prompt_logprobs(
+                    states, rows[r], int(batch.q_start_R[r]), results[r]
+                )
+        return results
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """Logits ``[S, vocab]`` of the sampled rows, in their order."""
         plan = self._backend.plan(batch, self._geometry, self._model.device)
-        logits_SV = forward(
+        return forward(
             self._model.module,
             batch.tokens_T,
             position_ids=batch.positions_T[None],
             logits_to_keep=batch.sampled_at,
             tandem_step=PagedStep(self._kv, plan, self._backend.declaration.name),
         )
-        results = [RowResult()] * len(rows)
-        if batch.sampled:
-            sampled = [rows[r] for r in batch.sampled]
-            draws = [Draw(row.sample, row.token_index) for row in sampled if row.sample]
-            for r, token in zip(batch.sampled, sample(logits_SV, draws), strict=True):
-                if token is None:
-                    what = f"the model's output for {rows[r].ticket_id} is not finite"
-                    results[r] = RowResult(error=InternalError(what).info())
-                else:
-                    results[r] = RowResult((token,))
-        return StepResult(tuple(results), time.perf_counter() - started)
+
+    def _draw(
+        self, rows: Sequence[StepRow], sampled: Sequence[int], logits_SV: torch.Tensor
+    ) -> list[RowResult]:
+        """The results of all rows; ``logits_SV`` has one line for each of the ``sampled``."""
+        results = [_NOTHING] * len(rows)
+        draws = [
+            Draw(row.sample, row.token_index, choice, s, row.ticket_id, row.history, row.n_prompt)
+            for s, row in enumerate([rows[r] for r in sampled])
+            if row.sample
+            for choice in row.choices
+        ]
+        if not draws:
+            return results
+        drawn = iter(self._sampler.sample(logits_SV, draws))
+        for r in sampled:
+            results[r] = _row_result([next(drawn) for _ in rows[r].choices])
+        return results
+
+    def _with_prompt_logprobs(
+        self, states: HiddenStates, row: StepRow, q_start: int, result: RowResult
+    ) -> RowResult:
+        if result.error:
+            return result
+        try:
+            found: tuple[TokenLogprobs, ...] = prompt_logprobs(states, row, q_start, self._sampler)
+        except TandemError as e:
+            return RowResult(error=e.info())
+        return RowResult(result.tokens, result.logprobs, found)
 
     def warm_up(self) -> None:
-        """Run each kind of row once, so that the first request does not pay for it.
+        """Run each kind of row once, so that no request pays for what happens once.
 
         Writes into page 0: call it only while no page is in use.
         """
-        greedy = SamplingParams(max_tokens=1)
-        drawn = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
-        page = (0,)
         n = self._geometry.page_size
-        self.run([StepRow(TicketId("warm-up"), [0] * n, 0, page, greedy)])
-        self.run([StepRow(TicketId("warm-up"), [0] * max(1, n // 2), n - max(1, n // 2), page)])
-        self.run([StepRow(TicketId("warm-up"), [0], 0, page, drawn)])
+        a, history = TicketId("warm-up"), [0] * (n + 1)
+        half = max(1, n // 2)
+        greedy = SamplingParams(max_tokens=1)
+        drawn = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=1)
+        edited = SamplingParams(
+            max_tokens=1, repetition_penalty=1.1, logit_bias=((0, 0.5),), min_tokens=1,
+            stop_token_ids=(0,),
+        )  # fmt: skip
+        self.run([StepRow(a, [0] * n, 0, (0,), greedy, history=history, n_prompt=n)])
+        self.run([StepRow(a, [0] * half, n - half, (0,))])
+        last = StepRow(a, [0], 0, (0,), drawn, 0, (0, 1), history, 1)
+        self.run([last])
+        asks = StepRow(a, [0], 0, (0,), edited, 0, (0,), history, 1, prompt_logprobs=1)
+        self.run([asks])
+        in_grammar = SamplingParams(max_tokens=1, grammar=Grammar(GrammarKind.JSON_OBJECT))
+        self.run([StepRow(a, [0], 0, (0,), in_grammar, 0, (0,), history, 1)])
 
     def poison(self, pages: Iterable[int]) -> None:
         """Fill pages with NaN, so that whoever reads them after their free is found out."""
         at = torch.tensor(list(pages), dtype=torch.int64, device=self._kv.device)
         self._kv.index_fill_(0, at, float("nan"))
+
+
+def _row_result(drawn: Sequence[Drawn]) -> RowResult:
+    """One row's choices together; one failed choice fails the row."""
+    if len(drawn) == 1 and drawn[0].error is None and drawn[0].logprobs is None:
+        return RowResult((drawn[0].token,))
+    errors: list[ErrorInfo] = [d.error for d in drawn if d.error]
+    if errors:
+        return RowResult(error=errors[0])
+    return RowResult(tuple(d.token for d in drawn), tuple(d.logprobs for d in drawn if d.logprobs))

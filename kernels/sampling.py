@@ -1,150 +1,237 @@
-"""Draws the next token of each row: greedy, or seeded with temperature, top-k and top-p.
+"""Draws the next token of each row of a step, as each row's ``SamplingParams`` asks.
 
-This file owns the noise. Sampling is Gumbel-max: the token with the largest
-``logit / temperature + noise`` is an exact draw from the softmax. The noise is an integer hash of
-(seed, choice, token index, token id), so a row draws the same token alone or in any batch, on any
-worker, before and after a failover. It must never use a random generator with state, and one
-row's bad logits must never touch another row.
+This file owns the order of things: logits are edited (penalties, ``logit_bias``, ``min_tokens``,
+the grammar), then divided by the temperature, cut by ``min_p``, ``top_k`` and ``top_p``, and drawn
+from; greedy takes the largest edited logit. The draw is Gumbel-max: the token with the largest
+scaled logit plus noise is an exact draw from the softmax, and the noise is a hash, so a row draws
+the same token alone or in any batch, on any worker, before and after a failover.
 
-Shape suffixes: S sampled rows, V vocabulary, K candidates looked at first.
+It must never let one row's trouble touch another: a row whose logits are not finite, whose grammar
+does not compile or of which no token is left fails alone. Logprobs are of the raw logits, which
+are therefore never written to; rows to be edited are copied.
+
+Shape suffixes: S rows of logits, V vocabulary, Q draws, E edited draws, L logprobs asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 
-from protocol.types import SamplingParams
-
-GREEDY_BELOW = 1e-5  # smaller temperatures are greedy: dividing by them overflows
-_CANDIDATES = (256, 4096)  # tried in turn before a full sort; nearly every nucleus is smaller
-_MASK_64 = (1 << 64) - 1
+from kernels import draw_torch, edits
+from kernels.grammar import GrammarState, TokenTable
+from kernels.logprobs import words
+from kernels.sequence_state import SequenceStates, TokenCounts
+from kernels.settings import NOT_FINITE, NOTHING_LEFT, OK, SPOILED, Draw, settings_of
+from protocol.errors import ErrorInfo, InternalError, InvalidArgument, TandemError
+from protocol.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One row to sample: how, and the place of the new token within the answer."""
+class Drawn:
+    """One draw's outcome: a token, its logprobs if asked for; or an error and nothing else."""
 
-    params: SamplingParams
-    token_index: int
-    choice: int = 0
+    token: int = -1
+    logprobs: TokenLogprobs | None = None
+    error: ErrorInfo | None = None
 
 
-def sample(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """The next token of each row, None for a row whose logits are not all finite.
+class Sampler:
+    """Draws for one model on one device. From one thread; see the file's head."""
 
-    ``logits_SV`` has one row per draw, any float dtype, any device.
-    """
-    logits_SV = logits_SV.float()
-    finite_S = torch.isfinite(logits_SV.sum(dim=-1)).tolist()  # a sum is finite iff its terms are
-    tokens_S = logits_SV.argmax(dim=-1)
-    random = [
-        i for i, d in enumerate(draws) if d.params.temperature >= GREEDY_BELOW and finite_S[i]
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: tuple[int, ...] = (),
+        tokens: TokenTable | None = None,
+        compiled: bool = True,
+    ) -> None:
+        """``tokens`` are needed for grammars only. Not ``compiled``: torch even on a CPU."""
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._tokens = tokens
+        self._backend: ModuleType = draw_torch
+        if device.type == "cpu" and compiled:
+            from kernels import draw_cpu  # half a second of numba that a GPU does not need
+
+            self._backend = draw_cpu
+        self._counts = SequenceStates(_new_counts)
+        self._grammars = SequenceStates(self._new_grammar)
+
+    @property
+    def remembered(self) -> int:
+        """How many sequences something is kept of."""
+        return max(len(self._counts), len(self._grammars))
+
+    def sample(self, logits_SV: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+        """Draw once for each of ``draws``. Waits for the device once, at the end.
+
+        ``logits_SV``: any float dtype, on the sampler's device; not written to.
+        """
+        self._counts.next_step()
+        self._grammars.next_step()
+        logits_SV = logits_SV.float()
+        failed: dict[int, ErrorInfo] = {}
+        changed = [q for q, d in enumerate(draws) if edits.edited(d)]
+        plain = list(range(len(draws)))
+        if changed:
+            plain = [q for q, d in enumerate(draws) if not edits.edited(d)]
+        token_Q, status_Q = self._draw(logits_SV, draws, plain, edited=False)
+        if changed:
+            changed_token, changed_status = self._draw_edited(logits_SV, draws, changed, failed)
+            token_Q = torch.cat([token_Q, changed_token])
+            status_Q = torch.cat([status_Q, changed_status])
+            back = np.empty(len(draws), dtype=np.int64)  # from the draws' order to this one
+            back[[*plain, *changed]] = np.arange(len(draws))
+            at = draw_torch.to_device(back, token_Q.device)
+            token_Q, status_Q = token_Q[at], status_Q[at]
+        return self._outcomes(logits_SV, draws, token_Q, status_Q, failed)
+
+    def _draw(
+        self, logits_SV: torch.Tensor, draws: Sequence[Draw], which: Sequence[int], edited: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        some = draws if len(which) == len(draws) else [draws[q] for q in which]
+        rows = np.arange(len(some)) if edited else np.array([d.row for d in some], dtype=np.int64)
+        drawn: tuple[torch.Tensor, torch.Tensor] = self._backend.draw_tokens(
+            logits_SV, rows, settings_of(some), edited
+        )
+        return drawn
+
+    def _draw_edited(
+        self,
+        logits_SV: torch.Tensor,
+        draws: Sequence[Draw],
+        which: Sequence[int],
+        failed: dict[int, ErrorInfo],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw from edited copies of the rows. Draws that cannot be edited go to ``failed``."""
+        rows = np.array([draws[q].row for q in which], dtype=np.int64)
+        logits_EV = logits_SV[draw_torch.to_device(rows, logits_SV.device)]
+        raw_sum_E = logits_EV.mul(1.0 / self._vocab_size).sum(dim=-1)  # finite iff all terms are
+        penalties: list[tuple[int, Draw, TokenCounts]] = []
+        masks: list[tuple[int, np.ndarray]] = []
+        others: list[tuple[int, Draw]] = []
+        ends: list[tuple[int, Draw]] = []
+        for e, q in enumerate(which):
+            draw = draws[q]
+            try:
+                edits.check_bias(draw.params, self._vocab_size)
+                if edits.penalised(draw.params):
+                    penalties.append((e, draw, self._counts.of(draw)))
+                complete = False
+                if draw.params.grammar is not None:
+                    state = self._grammars.of(draw)
+                    masks.append((e, state.mask()))
+                    complete = state.complete
+                others.append((e, draw))
+                if not complete:  # a finished grammar has no way on but to end, min_tokens or not
+                    ends.append((e, draw))
+            except TandemError as error:
+                failed[q] = error.info()
+        edits.penalise_(logits_EV, penalties)
+        edits.add_bias_(logits_EV, others)
+        edits.forbid_ends_(logits_EV, ends, self._eos_token_ids)
+        if masks:
+            self._backend.mask_(logits_EV, [e for e, _ in masks], np.stack([m for _, m in masks]))
+        token_E, status_E = self._draw(logits_EV, draws, which, edited=True)
+        return token_E, torch.where(torch.isfinite(raw_sum_E), status_E, NOT_FINITE)
+
+    def _outcomes(
+        self,
+        logits_SV: torch.Tensor,
+        draws: Sequence[Draw],
+        token_Q: torch.Tensor,
+        status_Q: torch.Tensor,
+        failed: dict[int, ErrorInfo],
+    ) -> list[Drawn]:
+        asked = [q for q, d in enumerate(draws) if d.params.logprobs is not None]
+        k = max((min(draws[q].params.logprobs or 0, self._vocab_size) for q in asked), default=0)
+        if asked:
+            rows = np.array([draws[q].row for q in asked], dtype=np.int64)
+            at = draw_torch.to_device(np.array(asked, dtype=np.int64), token_Q.device)
+            table_L = self._backend.read_logprobs(logits_SV, rows, token_Q[at], k)
+        else:
+            table_L = token_Q.new_empty(0, 2, dtype=torch.float64)
+        tokens, statuses, table = _to_host(token_Q, status_Q, table_L)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if asked:
+            ks = [min(draws[q].params.logprobs or 0, k) for q in asked]
+            some = words(table, [tokens[q] for q in asked], ks, k)
+            logprobs = dict(zip(asked, some, strict=True))
+        if not failed and not any(statuses) and not asked:
+            return [Drawn(token) for token in tokens]
+        return [
+            Drawn(error=error)
+            if (error := failed.get(q) or _error(draws[q], status))
+            else Drawn(token, logprobs.get(q))
+            for q, (token, status) in enumerate(zip(tokens, statuses, strict=True))
+        ]
+
+    def prompt_logprobs(
+        self, logits_SV: torch.Tensor, tokens: Sequence[int], k: int
+    ) -> list[TokenLogprobs]:
+        """The logprobs of ``tokens``, one per row of raw logits, and of the ``k`` likeliest.
+
+        Raises ``InternalError`` for logits that are not finite. Waits for the device.
+        """
+        logits_SV = logits_SV.float()
+        k = min(k, self._vocab_size)
+        token_S = draw_torch.to_device(np.array(tokens, dtype=np.int64), logits_SV.device)
+        table = self._backend.read_logprobs(logits_SV, np.arange(len(tokens)), token_S, k).cpu()
+        if not torch.isfinite(table).all():
+            raise InternalError("the model's output is not finite")
+        return words(table.tolist(), tokens, [k] * len(tokens), k)
+
+    def _new_grammar(self, draw: Draw, _prompt: Sequence[int]) -> GrammarState:
+        if self._tokens is None:
+            raise InvalidArgument("this worker's model has no tokenizer for grammars")
+        if draw.params.grammar is None:
+            raise InternalError("a grammar's state for a draw without a grammar")
+        return self._tokens.start(draw.params.grammar)
+
+
+def _new_counts(draw: Draw, prompt: Sequence[int]) -> TokenCounts:
+    """Only the repetition penalty looks at the prompt."""
+    return TokenCounts(prompt if draw.params.repetition_penalty != 1.0 else ())
+
+
+def _to_host(
+    token_Q: torch.Tensor, status_Q: torch.Tensor, table_L: torch.Tensor
+) -> tuple[list[int], list[int], list[list[float]]]:
+    """Everything in one transfer (doubles hold token ids exactly): the step's only wait."""
+    if token_Q.device.type == "cpu":
+        return token_Q.tolist(), status_Q.tolist(), table_L.tolist()
+    packed = torch.cat([token_Q.double(), status_Q.double(), table_L.flatten()]).cpu().numpy()
+    n = len(token_Q)
+    tokens, statuses = packed[: 2 * n].astype(np.int64).reshape(2, n).tolist()
+    return tokens, statuses, packed[2 * n :].reshape(tuple(table_L.shape)).tolist()
+
+
+def _error(draw: Draw, status: int) -> ErrorInfo | None:
+    """What a status means for a row, in a sentence."""
+    if status == OK:
+        return None
+    of = "" if draw.ticket_id is None else f" for {draw.ticket_id}"
+    if status == NOT_FINITE:
+        return InternalError(f"the model's output{of} is not finite").info()
+    p = draw.params
+    by = [
+        name
+        for name, used in (
+            ("the grammar", p.grammar is not None),
+            ("logit_bias", bool(p.logit_bias)),
+            ("min_tokens", edits.too_early(draw)),
+        )
+        if used
     ]
-    if random:
-        at = torch.tensor(random, device=logits_SV.device)
-        scores = _scores(logits_SV[at], [draws[i] for i in random])
-        tokens_S[at] = scores.argmax(dim=-1)
-    return [t if ok else None for t, ok in zip(tokens_S.tolist(), finite_S, strict=True)]
-
-
-def gumbel_noise(draws: Sequence[Draw], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise ``[S, V]``, float32, a pure function of its arguments."""
-    keys = [_key(d.params.seed, d.choice, d.token_index) for d in draws]
-    low = torch.tensor([[_signed(k & 0xFFFFFFFF)] for k in keys], dtype=torch.int32, device=device)
-    high = torch.tensor([[_signed(k >> 32)] for k in keys], dtype=torch.int32, device=device)
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(0x9E3779B1)
-    bits_SV = ids[None] ^ low
-    scratch_SV = torch.empty_like(bits_SV)
-    bits_SV = _mix_(_mix_(bits_SV, scratch_SV).add_(high), scratch_SV)
-    # (bits + 2^31 + 0.5) / 2^32 lies in (0, 1). In double, because small values need all 32 bits:
-    # they are the large noises. Rounded up to 1 in float32 it would give minus infinity.
-    uniform_SV = bits_SV.double().add_(2147483648.5).mul_(2.0**-32).float()
-    uniform_SV.clamp_(max=1 - 2.0**-24)
-    return uniform_SV.neg_().log1p_().neg_().log_().neg_()
-
-
-def _scores(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """``logit / temperature + noise``, minus infinity for candidates cut by top-k or top-p."""
-    temperature = torch.tensor([[d.params.temperature] for d in draws], device=logits_SV.device)
-    scaled_SV = logits_SV / temperature
-    scores_SV = scaled_SV + gumbel_noise(draws, logits_SV.shape[1], logits_SV.device)
-    cut = [i for i, d in enumerate(draws) if d.params.top_k > 0 or d.params.top_p < 1]
-    if cut:
-        at = torch.tensor(cut, device=logits_SV.device)
-        chosen = scaled_SV[at]
-        floor = _floor(chosen, [draws[i].params for i in cut])
-        scores_SV[at] = scores_SV[at].masked_fill(chosen < floor[:, None], float("-inf"))
-    return scores_SV
-
-
-def _floor(scaled_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Smallest scaled logit of each row that survives top-k, then top-p of what top-k left.
-
-    Working with a value, not with ranks, keeps ties together: a cut never depends on the order
-    in which a sort returned equal logits, hence not on the batch.
-    """
-    vocab = scaled_SV.shape[1]
-    floor_S = torch.full((len(params),), float("nan"), device=scaled_SV.device)
-    for n_candidates in (*(n for n in _CANDIDATES if n < vocab), vocab):
-        unsettled = torch.isnan(floor_S).nonzero().flatten().tolist()
-        if unsettled:
-            some = [params[i] for i in unsettled]
-            floor_S[unsettled] = _floor_within(scaled_SV[unsettled], some, n_candidates)
-    return floor_S
-
-
-def _floor_within(
-    scaled_SV: torch.Tensor, params: Sequence[SamplingParams], n_candidates: int
-) -> torch.Tensor:
-    """As ``_floor`` from the ``n_candidates`` largest; NaN where these do not settle it."""
-    device, vocab = scaled_SV.device, scaled_SV.shape[1]
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device=device)
-    top_p = torch.tensor([min(max(p.top_p, 0.0), 1.0) for p in params], device=device)
-    best_SK = scaled_SV.topk(n_candidates, dim=-1).values
-    mass_SK = (best_SK - best_SK[:, :1]).double().exp()
-    rank_K = torch.arange(n_candidates, device=device)
-    kept_SK = rank_K < top_k[:, None]
-    running_SK = (mass_SK * kept_SK).cumsum(dim=-1)
-    whole_S = (scaled_SV - best_SK[:, :1]).exp_().sum(dim=-1).double()
-    total_S = torch.where(top_k < vocab, running_SK[:, -1], whole_S)
-    # A candidate stays while the mass before it has not reached top_p; the first always stays.
-    before_SK = running_SK - mass_SK * kept_SK
-    inside_SK = kept_SK & ((before_SK < top_p[:, None] * total_S[:, None]) | (rank_K == 0))
-    floor_S = best_SK.gather(1, inside_SK.sum(dim=-1, keepdim=True) - 1)[:, 0]
-    settled_S = (top_k <= n_candidates) | ((top_k == vocab) & ~inside_SK[:, -1])
-    if n_candidates < vocab:
-        floor_S = floor_S.masked_fill(~settled_S, float("nan"))
-    # top_p of 1 asks for no cut by mass: rounding in the sums must not make one.
-    unlimited_S = (top_p >= 1) & (top_k == vocab)
-    return floor_S.masked_fill(unlimited_S, float("-inf"))
-
-
-def _mix_(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """A 32-bit finaliser (xor-shift, multiply; twice) on int32, which wraps on every device.
-
-    In place: a fresh tensor per operation costs 15 times as much here, in page faults.
-    """
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        torch.bitwise_right_shift(x, shift, out=scratch)
-        x ^= scratch.bitwise_and_((1 << (32 - shift)) - 1)  # the shift copies the sign; cut it off
-        x *= _signed(factor)
-    return x
-
-
-def _key(seed: int, choice: int, token_index: int) -> int:
-    """64 well-mixed bits of the three numbers (splitmix64's finaliser over each in turn)."""
-    key = 0
-    for number in (seed, choice, token_index):
-        key = (key + number + 0x9E3779B97F4A7C15) & _MASK_64
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK_64
-        key ^= key >> 31
-    return key
-
-
-def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned 32-bit word."""
-    return word - (1 << 32) if word >= 1 << 31 else word
+    names = " and ".join(by) or "its penalties"
+    if status == SPOILED:
+        return InvalidArgument(f"logit_bias and penalties give numbers without meaning{of}").info()
+    if status == NOTHING_LEFT:
+        return InvalidArgument(f"no token is left{of}: {names} exclude every one").info()
+    raise InternalError(f"a draw of status {status}")

@@ -17,12 +17,17 @@ PAGE = 4
 GREEDY = SamplingParams(max_tokens=64)
 
 
-def new_runner(model: LoadedModel, pages: int = 64, backend: str | None = None) -> Runner:
+def new_runner(
+    model: LoadedModel, pages: int = 64, backend: str | None = None, host_pages: int = 0
+) -> Runner:
     """A runner over a pool of NaN, with pages of ``PAGE`` tokens."""
-    g = model.geometry(PAGE)
-    shape = (pages, g.layers, 2, PAGE, g.kv_heads, g.head_dim)
-    kv = torch.full(shape, float("nan"), dtype=getattr(torch, g.dtype))
-    return Runner(model, kv, PAGE, backend)
+
+    def pool(n: int) -> torch.Tensor:
+        g = model.geometry(PAGE)
+        shape = (n, g.layers, 2, PAGE, g.kv_heads, g.head_dim)
+        return torch.full(shape, float("nan"), dtype=getattr(torch, g.dtype))
+
+    return Runner(model, pool(pages), PAGE, backend, pool(host_pages) if host_pages else None)
 
 
 class Sequence:
@@ -42,6 +47,9 @@ class Sequence:
             self.pages,
             self.sampling if last else None,
             len(self.tokens) - self.n_prompt,
+            history=self.tokens,
+            n_prompt=self.n_prompt,
+            prompt_logprobs=self.sampling.prompt_logprobs,
         )
 
     @property
