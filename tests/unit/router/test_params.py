@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
+from protocol.types import Grammar, GrammarKind, SamplingParams
 from router.bounds import MAX_STOPS
 from router.params import (
     Asked,
@@ -221,3 +223,86 @@ def test_a_conversation_needs_one_message_with_content():
 def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_looked_at():
     with pytest.raises(ContextLengthExceeded):
         intake().request(Asked(), [-1] * 10_000)
+
+
+def test_everything_else_that_is_given_is_kept_too():
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    asked = Asked(
+        max_tokens=6,
+        n=3,
+        min_p=0.5,
+        presence_penalty=-1.0,
+        frequency_penalty=1.5,
+        repetition_penalty=1.25,
+        logit_bias=((3, -4.0),),
+        min_tokens=2,
+        stop_token_ids=(9,),
+        logprobs=4,
+        grammar=grammar,
+    )
+    request = intake().request(asked, [1, 2])
+    assert request.n_choices == 3 and not request.echo and not request.prompt_only
+    assert request.sampling == SamplingParams(
+        max_tokens=6,
+        temperature=1.0,
+        seed=77,
+        min_p=0.5,
+        presence_penalty=-1.0,
+        frequency_penalty=1.5,
+        repetition_penalty=1.25,
+        logit_bias=((3, -4.0),),
+        min_tokens=2,
+        stop_token_ids=(9,),
+        logprobs=4,
+        grammar=grammar,
+    )
+
+
+def test_an_echo_of_no_tokens_asks_the_engine_for_one():
+    asked = Asked(max_tokens=0, echo=True, logprobs=2, prompt_logprobs=1, stop=("x",), n=2)
+    request = intake().request(asked, [1, 2])
+    assert request.echo and request.prompt_only and request.n_choices == 2 and request.stop == ()
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs) == (1, 2, 2)
+    assert intake().request(Asked(echo=True), [1, 2]).sampling.prompt_logprobs is None
+    assert intake().request(Asked(logprobs=3), [1, 2]).sampling.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (Asked(prompt_logprobs=20, n=16), "prompt_logprobs"),
+        (Asked(echo=True, logprobs=20, n=16, logprobs_field="mine"), "mine"),
+    ],
+)
+def test_too_many_prompt_logprobs_are_refused_with_the_numbers(asked: Asked, field: str):
+    roomy = intake()
+    roomy.limits = replace(roomy.limits, max_model_len=10_000)
+    roomy.request(asked, [1] * 595)
+    with pytest.raises(InvalidArgument, match="201600") as caught:
+        roomy.request(asked, [1] * 600)
+    assert caught.value.field == field
+
+
+def test_the_shortest_answer_may_not_be_longer_than_the_longest():
+    with pytest.raises(InvalidArgument, match="more than max_tokens, which is 97") as caught:
+        intake().request(Asked(min_tokens=98), [1, 2, 3])
+    assert caught.value.field == "min_tokens"
+    assert intake().request(Asked(min_tokens=97), [1, 2, 3]).sampling.min_tokens == 97
+
+
+def test_a_grammar_is_refused_in_the_compilers_words():
+    made = Intake(
+        ModelLimits("tiny", VOCAB, CONTEXT),
+        draw_seed=lambda: 77,
+        draw_id=lambda: "drawn",
+        request_timeout_s=600,
+        check_grammar=lambda grammar: None if grammar.text == "good" else "no such rule",
+    )
+    made.check_grammar(Asked())
+    made.check_grammar(Asked(grammar=Grammar(GrammarKind.LARK, "good")))
+    with pytest.raises(InvalidArgument, match="guided_grammar: no such rule") as caught:
+        made.check_grammar(
+            Asked(grammar=Grammar(GrammarKind.LARK, "bad"), grammar_field="guided_grammar")
+        )
+    assert caught.value.field == "guided_grammar"
