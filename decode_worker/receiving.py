@@ -5,14 +5,17 @@ without a receive (the link would be out of step for every ticket after it), and
 sequence whole before ``kv_transfer.receiver`` does.
 
 Life of a segment: announced -> pages bound under the ticket's credit, receive queued -> the
-link's report -> one more may be announced (``Window``) -> after the commit, the verdict.
+link's report -> one more may be announced (``Window``) -> after the commit, the verdict. Sealed
+pages get their names in the prefix cache, and never before.
 """
 
 from __future__ import annotations
 
 from decode_worker.intake import Intake
 from decode_worker.leg import Leg
+from decode_worker.memory import Memory
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import On
 from decode_worker.tickets import Tickets
 from kv_transfer.link_ops import LinkOps
 from kv_transfer.pages import Pages
@@ -63,6 +66,7 @@ class Receiving:
         self,
         me: Peer,
         pages: Pages,
+        memory: Memory,
         options: RoleOptions,
         intake: Intake,
         tickets: Tickets,
@@ -71,6 +75,7 @@ class Receiving:
     ) -> None:
         self._me = me
         self._pages = pages
+        self._memory = memory
         self._options = options
         self._intake = intake
         self._tickets = tickets
@@ -150,16 +155,14 @@ class Receiving:
         match message:
             case Announce():
                 effects, fault = self._announced(leg, transfer, message, now)
-                if fault is not None and fault.reason == Overloaded.reason:
-                    return effects + self._tickets.end(leg, Outcome.FAILED, fault, now)
-                return effects + (self._tickets.lose(leg, fault, now) if fault else [])
+                return effects + (self._fail(leg, fault, now) if fault else [])
             case Commit() if transfer.state is ReceiveState.COMMITTED:
                 return [late("Commit")]
             case Commit():
-                fault = self._committed(leg, transfer, message, now)
-                if fault is not None:
-                    return self._tickets.lose(leg, fault, now)
-                return self._judge(leg, transfer, now)
+                effects, fault = self._committed(leg, transfer, message, now)
+                return effects + (
+                    self._fail(leg, fault, now) if fault else self._judge(leg, transfer, now)
+                )
             case Abort(_, error):
                 transfer.follow(ReceiveEvent.ABORT)  # both ends know: no answer
                 if error.reason == Cancelled.reason:
@@ -200,19 +203,32 @@ class Receiving:
         fault = transfer.fault(self._pages.are_current(transfer.refs()))
         if fault is not None:
             return self._tickets.lose(leg, fault, now)
+        commit, seq = transfer.commit, leg.first
+        if commit is None:
+            return []
         transfer.follow(ReceiveEvent.SEAL)
-        leg.computed = len(leg.ticket.tokens)
-        leg.running, leg.running_at, leg.waits_for = True, now, ""
-        item = leg.take(transfer.first_token, self._options.eos_token_ids)
+        self._intake.arrived(leg)
+        self._memory.received(seq, transfer.held_pages)
+        seq.follow(On.SEALED)
+        leg.running_at, leg.waits_for = now, ""
+        leg.cached_tokens, leg.prompt_logprobs = commit.cached_tokens, commit.prompt_logprobs
+        self._scheduler.run(seq)
+        items = leg.part(commit.first_tokens, commit.logprobs, self._options.eos_token_ids)
+        self._tickets.parted(leg, seq)
         effects: list[Effect] = [
             ToSender(transfer.worker_id, Sealed(leg.ticket.id)),
-            ToRouter(leg.router_id, Tokens((item,))),
+            ToRouter(leg.router_id, Tokens(tuple(items))),
             Count("transfers", "sealed"),
         ]
-        if item.finish_reason is not None:
-            return effects + self._tickets.end(leg, Outcome.OK, None, now)
-        self._scheduler.join(leg)
+        if seq.finish_reason is not None:
+            effects += self._tickets.end_choice(seq, now)
         return effects
+
+    def _fail(self, leg: Leg, fault: ErrorInfo, now: float) -> list[Effect]:
+        """End a ticket whose hand-off cannot go on; no room here is not the sender's fault."""
+        if fault.reason == Overloaded.reason:
+            return self._tickets.end(leg, Outcome.FAILED, fault, now)
+        return self._tickets.lose(leg, fault, now)
 
     def _link_broken(self, worker_id: str, error: ErrorInfo, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -247,30 +263,12 @@ class Receiving:
         self, leg: Leg, transfer: ReceiveTransfer, message: Announce, now: float
     ) -> tuple[list[Effect], ErrorInfo | None]:
         """The effects of an announcement, and why its ticket must end now, if it must."""
-        transfer.heard_at = now
-        effects: list[Effect] = []
-        fault: ErrorInfo | None = None
-        if transfer.state is ReceiveState.LAPSED:
-            taken = self._intake.retake(leg, now)
-            if taken is None:
-                fault = Overloaded(
-                    f"the credit of {leg.ticket.id} lapsed before {transfer.worker_id} began, "
-                    f"and its pages are with others now",
-                    retry_after_s=self._options.retry_after_s,
-                ).info()
-            else:
-                effects += taken
-        elif transfer.state not in (ReceiveState.GRANTED, ReceiveState.RECEIVING):
-            fault = DataLoss(
-                f"{transfer.worker_id} announced pages of {leg.ticket.id}, whose transfer is "
-                f"{transfer.state}"
-            ).info()
+        effects, fault = self._granted(leg, transfer, "announced pages of", now)
+        seq = leg.first
         fault = fault or transfer.announce_fault(message)
-        if fault is not None or leg.reservation is None:
+        if fault is not None or seq.reservation is None:
             return [*effects, self._sink(transfer.worker_id, message, now)], fault
-        pages = self._pages.bind(leg.reservation, message.n_pages)
-        leg.pages += pages
-        refs = self._pages.refs(pages)
+        refs = self._pages.refs(self._pages.bind(seq.reservation, message.n_pages))
         transfer.announced(refs)
         worker_id, segment = transfer.worker_id, message.segment
         self._ops.started(worker_id, leg.ticket.id, segment, now)
@@ -279,16 +277,32 @@ class Receiving:
 
     def _committed(
         self, leg: Leg, transfer: ReceiveTransfer, message: Commit, now: float
-    ) -> ErrorInfo | None:
-        """The sender has sent all. Why the ticket must end, if it must."""
+    ) -> tuple[list[Effect], ErrorInfo | None]:
+        """The sender has sent all (nothing, if all was here). Why the ticket must end, if so."""
+        effects, fault = self._granted(leg, transfer, "committed", now)
+        if fault is None:
+            transfer.committed(message)
+        return effects, fault
+
+    def _granted(
+        self, leg: Leg, transfer: ReceiveTransfer, what: str, now: float
+    ) -> tuple[list[Effect], ErrorInfo | None]:
+        """Hold a sender's message against the grant; one that lapsed needs its room again."""
         transfer.heard_at = now
-        if transfer.state is not ReceiveState.RECEIVING:
-            return DataLoss(
-                f"{transfer.worker_id} committed {leg.ticket.id}, whose transfer is "
-                f"{transfer.state}"
+        if transfer.state is ReceiveState.LAPSED:
+            taken = self._intake.retake(leg, now)
+            if taken is not None:
+                return taken, None
+            return [], Overloaded(
+                f"the credit of {leg.ticket.id} lapsed before {transfer.worker_id} began, "
+                f"and its pages are with others now",
+                retry_after_s=self._options.retry_after_s,
             ).info()
-        transfer.committed(message)
-        return None
+        if transfer.state in (ReceiveState.GRANTED, ReceiveState.RECEIVING):
+            return [], None
+        return [], DataLoss(
+            f"{transfer.worker_id} {what} {leg.ticket.id}, whose transfer is {transfer.state}"
+        ).info()
 
 
 def late(what: str) -> Count:

@@ -5,7 +5,8 @@ ticket, and must never free pages that a link or the running step may still touc
 
 Life of an ending: ``end`` fixes the outcome, takes the leg out of queue, places and schedule and
 tells a sender that still works on it -> Done, at once or (``finish``) when the step that holds
-the leg has ended -> drained: ``release_if_quiet`` after every end of a link operation.
+the leg has ended -> drained: ``release_if_quiet`` after every end of a link operation. A ticket of
+several choices ends with the last of them (``end_choice``).
 """
 
 from __future__ import annotations
@@ -14,39 +15,38 @@ from collections.abc import Iterator
 
 from decode_worker.intake import Intake
 from decode_worker.leg import Leg
+from decode_worker.memory import Memory
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import On, Sequence, State
 from kv_transfer.attempts import Attempts
 from kv_transfer.link_ops import LinkOps
-from kv_transfer.pages import Pages
 from protocol.errors import Cancelled, ErrorInfo, InternalError
 from protocol.events import Count, Effect, ToRouter, ToSender
 from protocol.lifecycle import ReceiveEvent
 from protocol.messages import Abort, Done, SenderLost
-from protocol.step import StepPlan
 from protocol.types import Outcome, TicketId
 
 
 class Tickets:
-    """All legs of one worker; ``step`` is the running step, whose legs cannot finish yet."""
+    """All legs of one worker."""
 
     def __init__(
         self,
         worker_id: str,
-        pages: Pages,
+        memory: Memory,
         scheduler: DecodeScheduler,
         intake: Intake,
         ops: LinkOps,
         remembered: int,
     ) -> None:
         self._worker_id = worker_id
-        self._pages = pages
+        self._memory = memory
         self._scheduler = scheduler
         self._intake = intake
         self._ops = ops
         self._legs: dict[TicketId, Leg] = {}
         self._draining: dict[TicketId, Leg] = {}
         self.attempts = Attempts(remembered)
-        self.step: StepPlan | None = None
 
     def __iter__(self) -> Iterator[Leg]:
         """All legs that have not said Done; safe against endings on the way."""
@@ -79,7 +79,9 @@ class Tickets:
         if leg.outcome is not None:
             return []
         leg.outcome, leg.error = outcome, error
-        self._scheduler.leave(leg)
+        for seq in leg.sequences:
+            if seq.state is not State.OVER:
+                self._leave(seq)
         self._intake.give_up(leg)
         effects: list[Effect] = []
         transfer = leg.transfer
@@ -88,9 +90,31 @@ class Tickets:
             if transfer.offer is not None:
                 abort = Abort(leg.ticket.id, error or Cancelled("over").info())
                 effects.append(ToSender(transfer.worker_id, abort))
-        if self.step is None or leg.ticket.id not in self.step.advance:
+        if not leg.in_step:
             effects += self.finish(leg, now)
         return effects
+
+    def end_choice(self, seq: Sequence, now: float) -> list[Effect]:
+        """One choice has ended well; with the last one its ticket does."""
+        if seq.state is State.OVER or seq.leg.outcome is not None:
+            return []
+        self._leave(seq)
+        if not seq.in_step:
+            self._memory.free(seq)
+        return self.end(seq.leg, Outcome.OK, None, now) if seq.leg.all_over else []
+
+    def parted(self, leg: Leg, first: Sequence) -> None:
+        """A leg's further choices have their first tokens: they get seats, and pages soon."""
+        if len(leg.sequences) > 1:
+            for seq in leg.sequences:
+                if seq.state is State.FORKING:
+                    self._memory.seat(seq)
+            self._scheduler.part(first)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._scheduler.leave(seq)
+        self._memory.stand_up(seq)
+        seq.follow(On.END)
 
     def finish(self, leg: Leg, now: float) -> list[Effect]:
         """Say Done, and let the pages go as soon as nothing touches them."""
@@ -110,17 +134,11 @@ class Tickets:
         leg = self._draining.get(ticket_id)
         if leg is None or self._ops.touching(ticket_id):
             return
-        if leg.reservation is not None:
-            self._pages.release(leg.reservation)
-            leg.reservation = None
-            self._intake.room_changed()
+        for seq in leg.sequences:
+            self._memory.free(seq)
         del self._draining[ticket_id]
 
     def check_integrity(self) -> None:
         """Pages add up, and every reservation belongs to a ticket that is known here."""
-        self._pages.check_integrity()
         legs = [*self._legs.values(), *self._draining.values()]
-        held = sum(leg.reservation.pages for leg in legs if leg.reservation)
-        account = self._pages.bound + self._pages.credited
-        if held != account:
-            raise InternalError(f"decode: tickets hold {held} pages, {account} are in use")
+        self._memory.check_integrity(seq for leg in legs for seq in leg.sequences)

@@ -47,6 +47,8 @@ class RoleOptions:
     # Where page hashes start (``protocol.page_hash.root``, without a tenant); empty: no page is
     # ever found again, as the model is not known.
     hash_root: bytes = b""
+    reserve_tokens: int = 64  # growth per running sequence that an admission leaves room for
+    host_pages: int = 0  # pages of host memory for preempted sequences
 
     def __post_init__(self) -> None:
         """``ConfigError`` if a full step of decodes would leave prompts nothing."""

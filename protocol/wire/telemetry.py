@@ -70,6 +70,7 @@ _TABLE = (
     # worker
     Metric("transfers", _C, "Hand-offs that ended, by how.", "outcome"),
     Metric("leases_ended", _C, "Rights to pages that ended on a clock.", "kind"),
+    Metric("preemptions", _C, "Sequences that lost their pages for a while, by how.", "how"),
     # every process
     Metric("events_ignored", _C, "Late, duplicate or unknown events.", "kind"),
     Metric("frames_refused", _C, "Frames and calls without meaning or without proof.", "cause"),

@@ -81,10 +81,10 @@ def test_an_unused_credit_lapses_and_is_taken_again_by_an_announcement() -> None
     effects = role.tick(15.1)
     (queued,) = said(effects, Queued)
     assert isinstance(queued, Queued) and "announced nothing" in queued.reason
-    assert said(effects, Reserved) == [Reserved(TicketId("next"), 4)]
+    assert said(effects, Reserved) == [Reserved(TicketId("next"), 3)]
     role.handle(FromRouter("r", Cancel(TicketId("next"), "")), 15.2)
     effects = peer(role, Announce(Q, 0, 0, 3, 300), 15.3)
-    assert said(effects, Reserved) == [Reserved(Q, 4)]
+    assert said(effects, Reserved) == [Reserved(Q, 3)]
     (receive,) = [e for e in effects if isinstance(e, ReceivePages)]
     assert receive.pages is not None
     peer(role, Commit(Q, (5,), 3, 300, (11,)), 15.4)
@@ -135,7 +135,7 @@ def test_pages_of_a_cancelled_ticket_wait_for_the_link() -> None:
     peer(role, Announce(Q, 0, 0, 3, 300))
     effects = role.handle(FromRouter("r", Cancel(Q, "gone")), 0.0)
     assert len(done(effects)) == 1 and len(said(effects, Abort)) == 1
-    assert role.load(0.0).free_pages == 8
+    assert role.load(0.0).free_pages == 9
     role.handle(SegmentReceived("prefill-0", Q, 0, 11), 0.0)
     home(role)
 

@@ -51,9 +51,9 @@ from protocol.types import FinishReason, Outcome, Peer, SamplingParams, Ticket, 
 
 def test_the_whole_way_of_a_remote_ticket() -> None:
     role = make()
-    assert open_(role, ticket(10), 1.0) == [ToRouter("r", Reserved(Q, 4))]
+    assert open_(role, ticket(10), 1.0) == [ToRouter("r", Reserved(Q, 3))]  # the prompt's pages
     effects = peer(role, Offer(Q, 10, 0.5), 1.5)
-    assert effects == [ToSender("prefill-0", Grant(Q, 4, 2))]
+    assert effects == [ToSender("prefill-0", Grant(Q, 3, 2))]
     (receive,) = peer(role, Announce(Q, 0, 0, 2, 200), 2.0)
     assert isinstance(receive, ReceivePages) and receive.n_bytes == 200
     assert receive.pages is not None and len(receive.pages) == 2
@@ -156,12 +156,12 @@ def test_the_queue_is_bounded_and_says_who_is_ahead() -> None:
     for i in range(3):
         (queued,) = said(open_(role, ticket(id_=TicketId(f"w{i}"))), Queued)
         assert isinstance(queued, Queued) and queued.ahead == i
-        assert "0 of 4 pages are free, 1 of 4 sequences are taken" in queued.reason
+        assert "1 of 4 pages are free, 1 of 4 sequences are taken" in queued.reason
     (end,) = done(open_(role, ticket()))
     assert end.error is not None and end.error.reason == "OVERLOADED"
     assert end.error.retry_after_s is not None
     effects = role.handle(FromRouter("r", Cancel(TicketId("holds"), "gone")), 1.0)
-    assert said(effects, Reserved) == [Reserved(TicketId("w0"), 4)]
+    assert said(effects, Reserved) == [Reserved(TicketId("w0"), 3)]
 
 
 def test_max_num_seqs_caps_places() -> None:
@@ -173,8 +173,8 @@ def test_max_num_seqs_caps_places() -> None:
 
 def test_a_big_request_that_was_passed_over_gets_the_next_pages() -> None:
     role = make(12, max_waiting=100)
-    open_(role, ticket(20, TicketId("holds"), max_tokens=6))  # 7 of 12 pages
-    open_(role, ticket(30, TicketId("big")))  # needs 9
+    open_(role, ticket(20, TicketId("holds"), max_tokens=6))  # 5 of 12 pages
+    open_(role, ticket(30, TicketId("big")))  # needs 8
     passed = 0
     for i in range(30):
         small = ticket(4, TicketId(f"s{i}"), max_tokens=4)
@@ -184,7 +184,7 @@ def test_a_big_request_that_was_passed_over_gets_the_next_pages() -> None:
     assert passed == 8
     effects = role.handle(FromRouter("r", Cancel(TicketId("holds"), "")), 0.0)
     reserved = said(effects, Reserved)
-    assert reserved and reserved[0] == Reserved(TicketId("big"), 9)
+    assert reserved and reserved[0] == Reserved(TicketId("big"), 8)
 
 
 def test_a_running_answer_ends_at_its_deadline() -> None:
@@ -211,7 +211,7 @@ def test_a_cancel_in_a_step_keeps_the_pages_until_the_step_has_ended() -> None:
     hand_over(role, ticket())
     assert role.plan(0.0) is not None
     assert role.handle(FromRouter("r", Cancel(Q, "gone")), 0.0) == []
-    assert role.load(0.0).free_pages == 8
+    assert role.load(0.0).free_pages == 9
     assert [d.outcome for d in done(role.step_done(StepResult((RowResult((6,)),)), 0.0))] == [
         Outcome.CANCELLED
     ]
@@ -251,7 +251,7 @@ def test_attempts_are_fenced() -> None:
 
 
 def test_everyone_who_is_passed_over_has_a_reason() -> None:
-    role = make(12, max_num_seqs=3, max_waiting=10)
+    role = make(20, max_num_seqs=3, max_waiting=10)
     hand_over(role, ticket())
     grant(role, ticket(id_=TicketId("coming")))
     open_(role, ticket(id_=TicketId("not offered")))
@@ -261,7 +261,7 @@ def test_everyone_who_is_passed_over_has_a_reason() -> None:
     reasons = {t.request_id: why for t, why in plan.reasons.items()}
     assert reasons["coming"] == "waits for its KV from prefill-0"
     assert reasons["not offered"] == "waits for the offer of prefill-0"
-    assert reasons["no place"].startswith("waits for a place: 0 of 12 pages are free")
+    assert reasons["no place"].startswith("waits for a place: 11 of 20 pages are free")
 
 
 def test_misuse_by_the_runtime_raises() -> None:
