@@ -25,6 +25,20 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Share of probability to keep.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Candidates to keep; 0: all.")] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Drop what is less likely than this share of the likeliest."),
+    ] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="From -2 to 2.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="From -2 to 2.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: fewer repeats.")
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="No end before so many.")] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(help="The answer is JSON of this schema; @FILE reads it.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer matches this.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; repeatable.")] = None,
     ignore_eos: Annotated[
@@ -64,6 +78,13 @@ def generate(
         seed=seed,
         stop=stop or (),
         ignore_eos=ignore_eos,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        min_tokens=min_tokens,
+        json_schema=_schema(json_schema),
+        regex=regex,
     )
     _check_listening(grpc)
     told = not json and (verbose or sys.stderr.isatty())
@@ -129,6 +150,22 @@ def _stdin() -> str:
     import sys
 
     return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+
+
+def _schema(given: str | None) -> str | None:
+    """The schema's text: given as such, or in a file."""
+    from pathlib import Path
+
+    from protocol.errors import InvalidArgument
+
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"cannot read the schema {given[1:]}: {error}", field="json_schema"
+        ) from error
 
 
 def _check_listening(address: str) -> None:

@@ -7,8 +7,9 @@ raises ``TandemError``; it never retries, so what a caller measures is one reque
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -28,13 +29,19 @@ _NOT_GRPC = "SETTINGS frame"
 # The server ends a call a little before its deadline (``router.grpc_front``); an end earlier than
 # this share of it is about a limit of the server's own.
 _OWN_DEADLINE = 0.8
+_OPTIONAL = (
+    *("text", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "min_p", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs"),
+    "prompt_logprobs",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
     """What to ask for. Exactly one of ``text``, ``messages`` and ``token_ids`` is set.
 
-    ``messages`` are (role, content) pairs. None leaves a value to the server's default.
+    ``messages`` are (role, content) pairs. None leaves a value to the server's default. At most
+    one of ``json_schema`` (its text) and ``regex`` says what the answer must match.
     """
 
     text: str | None = None
@@ -47,18 +54,34 @@ class GenerateCall:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    n: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
 
     def to_wire(self) -> pb.GenerateRequest:
         """This call as protobuf; unset optional fields stay unset. Raises ``InvalidArgument``."""
         request = pb.GenerateRequest(stop=self.stop, ignore_eos=self.ignore_eos)
-        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "text"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            try:
-                setattr(request, name, value)
-            except ValueError:  # more digits than the field has
-                raise InvalidArgument(f"{name} is out of range: {value}", field=name) from None
+        for name in _OPTIONAL:
+            self._put(request, name)
+        try:
+            request.logit_bias.update(self.logit_bias)
+            request.stop_token_ids.extend(self.stop_token_ids)
+        except ValueError as error:
+            raise InvalidArgument(f"a token id is out of range: {error}") from None
+        if self.json_schema is not None and self.regex is not None:
+            raise InvalidArgument("json_schema and regex contradict each other", field="regex")
+        for name in ("json_schema", "regex"):
+            if getattr(self, name) is not None:
+                self._put(request.structured_output, name)
         if self.messages is not None:
             request.chat.messages.extend(
                 pb.ChatMessage(role=role, content=content) for role, content in self.messages
@@ -66,6 +89,16 @@ class GenerateCall:
         if self.token_ids is not None:
             request.token_ids.ids.extend(self.token_ids)
         return request
+
+    def _put(self, message: Any, name: str) -> None:
+        """Set one field where this call says something about it."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        try:
+            setattr(message, name, value)
+        except ValueError:  # more digits than the field has
+            raise InvalidArgument(f"{name} is out of range: {value}", field=name) from None
 
 
 class InferenceClient:

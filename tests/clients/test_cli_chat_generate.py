@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from cluster.cli import chat, generate
 from cluster.cli.chat_session import ChatSession
-from protocol.errors import ConfigError, Unavailable
+from protocol.errors import ConfigError, InvalidArgument, Unavailable
+from protocol.types import Grammar, GrammarKind
 
 RUNNER = CliRunner()
 
@@ -76,6 +77,37 @@ def test_generate_passes_every_option_on(served, grpc_address):
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (4, 0.5, 0.9)
     assert (sampling.top_k, sampling.seed, sampling.ignore_eos) == (3, 8, True)
     assert request.stop == ("zz", "qq")
+
+
+def test_generate_passes_penalties_and_forms_on(served, grpc_address, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    options = (
+        "--min-p 0.25 --presence-penalty 0.5 --frequency-penalty -1 --repetition-penalty 1.25 "
+        f"--min-tokens 2 --json-schema @{schema}"
+    )
+    tandem("generate", "hello", "--grpc", grpc_address, *options.split())
+    tandem("generate", "hello", "--grpc", grpc_address, "--regex", "[a-z]+")
+    by_schema, by_regex = (request.sampling for request in served.core.requests)
+    assert (by_schema.min_p, by_schema.presence_penalty) == (0.25, 0.5)
+    assert (by_schema.frequency_penalty, by_schema.repetition_penalty) == (-1.0, 1.25)
+    assert by_schema.min_tokens == 2
+    assert by_schema.grammar == Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+    assert by_regex.grammar == Grammar(GrammarKind.REGEX, "[a-z]+")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--json-schema", "@/nowhere/at/all"], "cannot read the schema /nowhere/at/all"),
+        (["--json-schema", "{}", "--regex", "a"], "contradict"),
+        (["--regex", "("], "does not compile"),
+    ],
+)
+def test_generate_names_a_form_that_cannot_be(served, grpc_address, options, says):
+    done = tandem("generate", "hello", "--grpc", grpc_address, *options)
+    assert isinstance(done.exception, InvalidArgument) and says in done.exception.message
+    assert served.core.requests == []
 
 
 def test_generate_as_json_is_one_object(served, grpc_address):
