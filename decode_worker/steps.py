@@ -117,7 +117,7 @@ class Steps:
         """What the rows made: the choices that end, and what is said."""
         items: dict[str, list[TokenItem]] = {}
         ended: list[Sequence] = []
-        effects: list[Effect] = []
+        failed: list[tuple[Leg, ErrorInfo]] = []
         eos = self._options.eos_token_ids
         for row, seq, got in zip(step.plan.rows, step.sequences, results, strict=True):
             leg = seq.leg
@@ -125,7 +125,7 @@ class Steps:
                 continue
             if got.error is not None:
                 self._memory.distrust(seq)
-                effects += self._tickets.end(leg, Outcome.FAILED, got.error, now)
+                failed.append((leg, got.error))
                 continue
             seq.computed += len(row.tokens)
             if seq.computed >= seq.publish_at:
@@ -150,8 +150,10 @@ class Steps:
             items.setdefault(leg.router_id, []).append(item)
             if item.finish_reason is not None:
                 ended.append(seq)
-        said: list[Effect] = [ToRouter(r, Tokens(tuple(i))) for r, i in items.items()]
-        return ended, effects + said
+        effects: list[Effect] = [ToRouter(r, Tokens(tuple(i))) for r, i in items.items()]
+        for leg, error in failed:
+            effects += self._tickets.end(leg, Outcome.FAILED, error, now)
+        return ended, effects
 
     def _token(
         self, leg: Leg, seq: Sequence, row: StepRow, got: RowResult, eos: tuple[int, ...]
