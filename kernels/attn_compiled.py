@@ -1,0 +1,88 @@
+"""Compiles paged attention for this processor and keeps the machine code on disk.
+
+This file owns which constants the loops are compiled with. One model needs one set: (query heads
+per KV head, head size, stored dtype). It must never run them. A layer of a step calls ``store``
+first, then every thread enters ``rows`` and ``prompts``, then one calls ``merge``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import torch
+from numba import cfunc, types
+
+from kernels import attn_simd, attn_table, simd
+from kernels.attn_prompts import make_prompts
+from kernels.attn_rows import make_merge, make_rows, make_store
+from kernels.attn_table import BLOCK, CACHE_LINE, ROW_BLOCK, SPARE
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Addresses of compiled functions ``void f(int64 table)``, and what a thread must have."""
+
+    store: int
+    rows: int
+    prompts: int
+    merge: int
+    scratch: Callable[[int], int]  # KV heads -> bytes
+    keep: tuple[Any, ...]  # owns the code
+
+
+_SIGNATURE = types.void(types.int64)
+# The disk cache knows a function by its own text and constants; this adds the text it builds on.
+_STAMP = zlib.crc32(
+    b"".join(Path(str(module.__file__)).read_bytes() for module in (simd, attn_simd, attn_table))
+)
+
+
+def machine() -> tuple[int, int]:
+    """Lanes of a vector and number of vector registers of this processor."""
+    features = llvmlite.binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16, 32
+    if features.get("avx2") and features.get("fma"):
+        return 8, 16
+    return 4, 16
+
+
+# How the loops call what the pool stores.
+STORED = {
+    torch.float32: simd.FLOAT32,
+    torch.bfloat16: simd.BFLOAT16,
+    torch.float16: simd.FLOAT16,
+}
+
+
+@cache
+def compiled(group: int, dim: int, kind: int) -> Loops:
+    """The functions for ``group`` query heads per KV head of ``dim`` numbers.
+
+    Takes seconds on a machine that compiles them first. Raises whatever numba raises.
+    """
+    width, registers = machine()
+    tile = (8, 3) if registers == 32 else (4, 3)
+    made = [
+        make_store(dim * simd.size(kind), _STAMP),
+        make_rows(group, dim, kind, width, registers // 2, ROW_BLOCK, _STAMP),
+        make_prompts(group, dim, kind, width, *tile, BLOCK, _STAMP),
+        make_merge(group, dim, _STAMP),
+    ]
+    functions: list[Any] = [cfunc(_SIGNATURE, cache=True)(function) for function in made]
+    columns = tile[1] * width
+
+    def scratch(kv_heads: int) -> int:
+        heads = kv_heads * group
+        a_row = heads * (2 * dim + ROW_BLOCK + 3 + 16)
+        a_block = columns * (2 * dim + BLOCK + tile[0] + 5) + 2 * BLOCK * dim
+        return 4 * max(a_row, a_block) + 16 * (BLOCK + SPARE) + 16 * CACHE_LINE
+
+    store, rows, prompts, merge = (int(function.address) for function in functions)
+    return Loops(store, rows, prompts, merge, scratch, tuple(functions))

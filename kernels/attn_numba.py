@@ -1,0 +1,179 @@
+"""Attention on a CPU that reads the pages of the pool where they lie.
+
+This file owns how a step's rows become flat tables for ``attn_rows`` and ``attn_prompts`` and how
+several threads enter their functions. Nothing is gathered, and within a layer no Python runs per
+row. It must never be imported where numba is missing: ``attention_op`` asks first.
+
+Threads are torch's own: its OpenMP runtime runs our function in a team of
+``torch.get_num_threads()``, so that no second pool competes for the cores. Where that runtime is
+not found, one thread does the work.
+
+Shape suffixes: T packed tokens, H query heads, N key-value heads, D head size, R rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels import attn_table as at
+from kernels.attention import Declaration, LayerCall, Plan
+from kernels.attn_compiled import STORED, compiled
+from kernels.batch import Batch
+from kernels.kv_write import cells_T
+from protocol.types import KvGeometry
+
+_PIECES_PER_THREAD = 4  # enough to share rows out evenly, few enough to join
+_SMALLEST_PIECE = 128  # positions
+
+
+class NumbaAttention:
+    """Stateless; see the file's head."""
+
+    declaration = Declaration(
+        name="numba",
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        window=True,
+        softcap=True,
+        sinks=True,
+        launches_per_step=2,
+    )
+
+    def plan(self, batch: Batch, geometry: KvGeometry, device: torch.device) -> Plan:
+        """Tensors (int64): the table as far as it is known, then what it points to.
+
+        Numbers: partial results, threads.
+        """
+        threads = torch.get_num_threads()
+        number = getattr(torch, geometry.dtype).itemsize
+        cell = geometry.kv_heads * geometry.head_dim * number
+        half = geometry.page_size * cell
+        cells = cells_T(batch.page_T, batch.offset_T, geometry.layers, geometry.page_size) * cell
+        count_R = -(-batch.kv_len_R // geometry.page_size)
+        first_page_R = np.cumsum(count_R) - count_R
+        pieces, merges, n_partials = _pieces(batch, first_page_R, threads)
+        many = np.flatnonzero(batch.q_len_R > 1)
+        prompts = np.array(
+            [batch.q_start_R[many], batch.q_len_R[many], batch.kv_len_R[many], first_page_R[many]]
+        ).T
+        tables = (cells, pieces, prompts, merges, np.concatenate(batch.pages_R))
+        tensors = [torch.from_numpy(np.ascontiguousarray(table)) for table in tables]
+        at_cells, at_pieces, at_prompts, at_merges, at_pages = (x.data_ptr() for x in tensors)
+        table = np.zeros(at.TABLE, np.int64)
+        table[: at.CALL] = (
+            *(0, 0, 0, 0, len(cells), at_cells, len(pieces), at_pieces, len(prompts), at_prompts),
+            *(len(merges), at_merges, at_pages, geometry.page_size, 2 * geometry.layers * half),
+            *(half, geometry.kv_heads),
+        )
+        return Plan([torch.from_numpy(table), *tensors], [n_partials, threads])
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_TND: torch.Tensor,
+        v_TND: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        call: LayerCall,
+    ) -> torch.Tensor:
+        """Write, then all rows of one token, then all others."""
+        kv_heads, head_dim = kv.shape[4:]
+        heads = q_THD.shape[1]
+        n_partials, threads = plan.numbers
+        code = compiled(heads // kv_heads, head_dim, STORED[kv.dtype])
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD.float(), k_TND, v_TND))
+        out = torch.empty(q_THD.shape, dtype=torch.float32)
+        own = -(-code.scratch(kv_heads) // at.CACHE_LINE) * at.CACHE_LINE
+        scratch = torch.empty(threads * own + at.CACHE_LINE, dtype=torch.uint8)
+        partials = torch.empty(n_partials * heads * (head_dim + 2), dtype=torch.float32)
+        settings = torch.tensor([call.scale, call.softcap], dtype=torch.float32)
+        sinks = None if call.sinks_H is None else call.sinks_H.float().contiguous()
+        number, number_q = kv.element_size(), 4
+        table_tensor = plan.tensors[0].clone()
+        table = table_tensor.numpy()
+        at_settings = settings.data_ptr()
+        table[at.CALL :] = (
+            kv.data_ptr() + call.layer * kv.stride(1) * number,
+            call.window,
+            at_settings + number_q if call.softcap else 0,
+            at_settings,
+            0 if sinks is None else sinks.data_ptr(),
+            *(q.data_ptr(), number_q * q.stride(0), number_q * q.stride(1), out.data_ptr()),
+            *(-(-scratch.data_ptr() // at.CACHE_LINE) * at.CACHE_LINE, own, partials.data_ptr()),
+            *(k.data_ptr(), number * k.stride(0), number * k.stride(1)),
+            *(v.data_ptr(), number * v.stride(0), number * v.stride(1)),
+        )
+        address = table_tensor.data_ptr()
+        _call(code.store, address)
+        if table[at.N_PIECES]:
+            _team(code.rows, address, threads)
+        if table[at.N_MERGES]:
+            _call(code.merge, address)
+        if table[at.N_PROMPTS]:
+            _team(code.prompts, address, threads)
+        return out.to(q_THD.dtype)
+
+
+def _pieces(
+    batch: Batch, first_page_R: np.ndarray, threads: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows of one token, cut where that keeps every thread busy; longest first."""
+    rows = np.flatnonzero(batch.q_len_R == 1)
+    length_R = batch.kv_len_R[rows]
+    piece = length_R.max(initial=1)
+    if threads > 1:
+        share = -(-int(length_R.sum()) // (threads * _PIECES_PER_THREAD))
+        piece = min(piece, max(_SMALLEST_PIECE, share))
+    count_R = -(-length_R // piece)
+    at_R = np.cumsum(count_R) - count_R
+    row_P = np.repeat(np.arange(len(rows)), count_R)
+    index_P = np.arange(len(row_P)) - at_R[row_P]
+    own = -(-length_R // count_R)[row_P]
+    start = index_P * own
+    end = np.minimum(start + own, length_R[row_P])
+    cut_R = count_R > 1
+    partial_P = np.where(cut_R[row_P], np.cumsum(cut_R[row_P]) - 1, -1)
+    order = np.argsort(start - end, kind="stable")
+    r = rows[row_P]
+    pieces = np.stack(
+        [batch.q_start_R[r], first_page_R[r], start, end, batch.kv_len_R[r], partial_P], axis=1
+    )
+    cut = np.flatnonzero(cut_R)
+    firsts = np.cumsum(count_R[cut]) - count_R[cut]
+    merges = np.stack([batch.q_start_R[rows[cut]], firsts, count_R[cut]], axis=1)
+    return pieces[order], merges, int(count_R[cut].sum())
+
+
+@cache
+def _function(address: int) -> Any:
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+
+
+def _call(function: int, table: int) -> None:
+    _function(function)(table)
+
+
+def _team(function: int, table: int, threads: int) -> None:
+    """Run ``function`` in ``threads`` threads of torch's pool, this one included."""
+    start = _openmp() if threads > 1 else None
+    if start is None:
+        _call(function, table)
+    else:
+        start(function, table, threads, 0)
+
+
+@cache
+def _openmp() -> Any:
+    """``GOMP_parallel`` of the runtime that torch has loaded; it releases the GIL. None without."""
+    try:
+        start = ctypes.CDLL("libgomp.so.1").GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    start.restype = None
+    return start
