@@ -124,27 +124,27 @@ class Pages:
 
     def room_for(self, n_pages: int, shared: Sequence[int] = ()) -> bool:
         """Whether ``reserve`` with these arguments would succeed."""
-        return n_pages + self._unused(shared) <= self.available
+        unused = sum(not self._holders[page] for page in shared)
+        return n_pages + unused <= self.available
 
     def reserve(self, owner: TicketId, n_pages: int, shared: Sequence[int] = ()) -> Reservation:
         """A credit of ``n_pages`` beside references on ``shared``, which lead its bound pages.
 
         ``shared`` comes from ``match``. ``InternalError`` if there is no room: ask first.
         """
-        if n_pages < (0 if shared else 1) or not self.room_for(n_pages, shared):
+        unused = [page for page in shared if not self._holders[page]]
+        if n_pages < (0 if shared else 1) or n_pages + len(unused) > self.available:
             raise InternalError(
                 f"{owner} reserves {n_pages} pages beside {len(shared)} shared ones; "
                 f"{self.available} are available"
             )
-        for page in shared:
-            if not self._cache.is_named(page):
-                raise InternalError(f"{owner} shares page {page}, which is not published")
+        if not self._cache.are_final(shared):
+            raise InternalError(f"{owner} shares pages {shared}, not all of which are published")
+        for page in unused:
+            self._cache.wake(page)
         reservation = Reservation(owner, n_pages)
         self._credited += n_pages
         self._open[id(reservation)] = reservation
-        for page in shared:
-            if self._holders[page] == 0:
-                self._cache.wake(page)
         self._refer(reservation, shared)
         return reservation
 
@@ -190,7 +190,7 @@ class Pages:
             raise InternalError(
                 f"{reservation.owner} binds {n_pages} pages of a credit of {reservation.credit}"
             )
-        pages = tuple(self._take() for _ in range(n_pages))
+        pages = tuple([self._take() for _ in range(n_pages)])
         reservation.credit -= n_pages
         self._credited -= n_pages
         self._refer(reservation, pages)
@@ -306,13 +306,11 @@ class Pages:
         return page
 
     def _refer(self, reservation: Reservation, pages: Sequence[int]) -> None:
+        holders = self._holders
         for page in pages:
-            self._holders[page] += 1
+            holders[page] += 1
         self._references += len(pages)
         reservation.bound.extend(pages)
-
-    def _unused(self, shared: Sequence[int]) -> int:
-        return sum(self._holders[page] == 0 for page in shared)
 
     def _check_open(self, reservation: Reservation) -> None:
         if self._open.get(id(reservation)) is not reservation:

@@ -45,6 +45,11 @@ class PrefixCache:
         """The hash of what this page holds for good; None while it may still be written."""
         return self._hash_of[page]
 
+    def are_final(self, pages: Iterable[int]) -> bool:
+        """The content of all these pages is known and written no more."""
+        contents = self._hash_of
+        return None not in [contents[page] for page in pages]
+
     def is_named(self, page: int) -> bool:
         """This page is the one that its hash names."""
         content = self._hash_of[page]
@@ -52,10 +57,10 @@ class PrefixCache:
 
     def match(self, hashes: Iterable[bytes]) -> tuple[int, ...]:
         """The pages of the longest leading run of hashes that have one."""
+        page_of = self._page_of.get
         pages: list[int] = []
         for content in hashes:
-            page = self._page_of.get(content)
-            if page is None:
+            if (page := page_of(content)) is None:
                 break
             pages.append(page)
         return tuple(pages)

@@ -25,7 +25,7 @@ from protocol.role import RoleOptions
 from protocol.step import StepPlan, StepRow, UrgencyQueue, chunk_tokens, prefill_share
 from protocol.types import Ticket, TicketId
 
-LOOK_AHEAD = 16  # prompts, granted and ungranted each, tried past the first that finds no room
+LOOK_AHEAD = 8  # prompts, granted and ungranted each, tried past the first that finds no room
 
 
 class PrefillScheduler:

@@ -14,9 +14,11 @@ library's and is fast for short input; 128 bits make a chance collision impossib
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from struct import Struct, pack
+from struct import pack
+from sys import byteorder
 
 HASH_BYTES = 16
 
@@ -63,41 +65,36 @@ class PageChain:
     def __init__(self, page_size: int, chain_root: bytes) -> None:
         self._page_size = page_size
         self._root = chain_root
-        self._layout = Struct(f"<{page_size}I")
         self._hashes: list[bytes] = []
 
     def reach(self, tokens: Sequence[int], n_pages: int, first: int = 0) -> Sequence[bytes]:
         """The hashes of the pages from ``first`` up to ``n_pages``.
 
-        ``ValueError`` if ``tokens`` do not fill all of them.
+        ``ValueError`` if ``tokens`` do not fill those that are computed now.
         """
-        self._check(tokens, n_pages)
-        while len(self._hashes) < n_pages:
-            self._next(tokens)
+        self._grow(tokens, n_pages)
         return self._hashes[first:n_pages]
 
     def walk(self, tokens: Sequence[int], n_pages: int) -> Iterator[bytes]:
-        """The hashes of the first ``n_pages`` one by one: what is not asked for is not computed."""
-        self._check(tokens, n_pages)
+        """The hashes of the first ``n_pages`` one by one. Not many more are computed than are
+        asked for, so that a long prompt of which nothing is known costs little."""
         for page in range(n_pages):
             if page == len(self._hashes):
-                self._next(tokens)
+                self._grow(tokens, min(n_pages, 2 * page + 1))
             yield self._hashes[page]
 
-    def fork(self) -> PageChain:
-        """A chain of its own that begins with the same hashes: for a second answer."""
-        chain = PageChain(self._page_size, self._root)
-        chain._hashes = list(self._hashes)
-        return chain
-
-    def _next(self, tokens: Sequence[int]) -> None:
-        size, page = self._page_size, len(self._hashes)
-        before = self._hashes[-1] if self._hashes else self._root
-        content = self._layout.pack(*tokens[page * size : (page + 1) * size])
-        self._hashes.append(blake2b(before + content, digest_size=HASH_BYTES).digest())
-
-    def _check(self, tokens: Sequence[int], n_pages: int) -> None:
-        if n_pages * self._page_size > len(tokens):
-            raise ValueError(
-                f"{len(tokens)} tokens do not fill {n_pages} pages of {self._page_size}"
-            )
+    def _grow(self, tokens: Sequence[int], n_pages: int) -> None:
+        hashes, size = self._hashes, self._page_size
+        if len(hashes) >= n_pages:
+            return
+        if n_pages * size > len(tokens):
+            raise ValueError(f"{len(tokens)} tokens do not fill {n_pages} pages of {size}")
+        content = array("I", tokens[len(hashes) * size : n_pages * size])
+        if byteorder == "big":
+            content.byteswap()
+        data, width = content.tobytes(), size * content.itemsize
+        last = hashes[-1] if hashes else self._root
+        for start in range(0, len(data), width):
+            page = last + data[start : start + width]
+            last = blake2b(page, digest_size=HASH_BYTES).digest()
+            hashes.append(last)

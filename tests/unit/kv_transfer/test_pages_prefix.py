@@ -328,7 +328,7 @@ def test_misuse_is_an_internal_error() -> None:
         pages.publish(chain, hashes(1, 2, 3))
     plain = pages.reserve(OWNER, 2)
     pages.bind(plain, 2)
-    with pytest.raises(InternalError, match="not published"):
+    with pytest.raises(InternalError, match="not all of which are published"):
         pages.reserve(OWNER, 0, plain.bound)
     with pytest.raises(InternalError, match="shares 3 pages"):
         pages.fork(chain, OWNER, 3, 0)
