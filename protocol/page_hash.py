@@ -83,6 +83,12 @@ class PageChain:
                 self._grow(tokens, min(n_pages, 2 * page + 1))
             yield self._hashes[page]
 
+    def fork(self) -> PageChain:
+        """A chain of its own that begins with the same hashes: for a further answer."""
+        chain = PageChain(self._page_size, self._root)
+        chain._hashes = list(self._hashes)
+        return chain
+
     def _grow(self, tokens: Sequence[int], n_pages: int) -> None:
         hashes, size = self._hashes, self._page_size
         if len(hashes) >= n_pages:
