@@ -43,6 +43,7 @@ from router.status import RouterStatus
 from router.text import TextCodec
 
 STOP_S = 10.0
+GRAMMARS_KEPT = 64
 GRACE_S = 1.0  # for the errors of ended requests to reach their clients
 
 
@@ -241,10 +242,14 @@ class RouterApp:
         )
 
     def _grammar_checker(self, *, known: bool) -> Callable[[Grammar], str | None]:
-        """``known``: the model's tokens are, so that a grammar's special tokens are checked."""
+        """``known``: the model's tokens are, so that a grammar's special tokens are checked.
+
+        Clients repeat their grammars, and a call with many prompts repeats its one.
+        """
         model = self._model
         tokens = TokenTable(self._config.model.path, model.vocab_size, model.eos_token_ids)
-        return functools.partial(check_grammar, tokens if known else None)
+        check = functools.partial(check_grammar, tokens if known else None)
+        return functools.lru_cache(maxsize=GRAMMARS_KEPT)(check)
 
     def _session(self, worker: WorkerInfo) -> SessionClient:
         return SessionClient(

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protocol.errors import InvalidArgument
-from protocol.types import Grammar, GrammarKind
+from protocol.messages import Open
+from protocol.types import Grammar, GrammarKind, Peer, Ticket, TicketId
+from protocol.wire.convert import ROUTER_FRAMES
 from router.openai_types import chat_call, completion_call
+from router.params import Intake, ModelLimits
 
 TEXT = (completion_call, {"prompt": "a"})
 CHAT = (chat_call, {"messages": [{"role": "user", "content": "hi"}]})
@@ -211,3 +216,48 @@ def test_what_is_wrong_at_one_endpoint_is_named(endpoint, fields, field):
     with pytest.raises(InvalidArgument) as caught:
         call(body | fields)
     assert caught.value.field == field
+
+
+FIELDS = (
+    *("n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "min_p", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop"),
+    *("stop_token_ids", "response_format", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "max_tokens", "temperature", "top_p", "top_k", "seed"),
+)
+NAMES = st.sampled_from(
+    [*("type", "json_schema", "schema", "name", "strict", "json", "regex", "choice", "grammar")]
+) | st.text(max_size=3)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(alphabet=st.characters(), max_size=4)
+    | st.sampled_from(["text", "json_object", "json_schema", "{}", "5"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+INTAKE = Intake(
+    ModelLimits("tiny", 50, 100),
+    draw_seed=lambda: 7,
+    draw_id=lambda: "drawn",
+    request_timeout_s=600,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), st.booleans())
+def test_any_json_in_any_field_is_read_or_refused_never_anything_else(fields, chat):
+    call, body = CHAT if chat else TEXT
+    try:
+        request = INTAKE.request(call(body | fields).asked, [1, 2, 3])
+    except InvalidArgument as refused:
+        assert refused.field is not None
+        refused.message.encode()
+        return
+    sampling = request.sampling
+    assert 1 <= sampling.max_tokens <= 97 and 1 <= request.n_choices <= 16
+    assert sampling.min_tokens <= sampling.max_tokens
+    ticket = Ticket(TicketId("r"), None, Peer("d", "i", "e"), (1, 2, 3), 3, sampling, n_choices=2)
+    message = Open(ticket)
+    assert ROUTER_FRAMES.decode(ROUTER_FRAMES.encode(message)) == message
