@@ -9,14 +9,11 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import bench_engine
 from cluster.cli.config import SetOption
 
 app = typer.Typer(help="Measure, beside the alternatives.", no_args_is_help=True)
-
-
-@app.callback()
-def _benchmarks() -> None:
-    """Keeps ``interference`` a sub-command although it is the only one."""
+app.command("engine")(bench_engine.engine)
 
 
 @app.command()
