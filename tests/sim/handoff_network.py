@@ -161,7 +161,7 @@ class Network:
             return
         worker, op = self.world.workers[sender], pair.sends.popleft()
         assert worker.pages.are_current(op.pages), "a page was freed while it was sent"
-        content = [list(worker.memory[ref.page]) for ref in op.pages]
+        content = [list(worker.device.memory[ref.page]) for ref in op.pages]
         checksum = hash(repr(content))
         if self.world.random.random() < self.world.chances.corrupt:
             content[0][0] = "corrupt"
@@ -175,7 +175,7 @@ class Network:
         if op.pages is not None:
             assert worker.pages.are_current(op.pages), "a page was freed while it was received into"
             for ref, cells in zip(op.pages, content, strict=True):
-                worker.memory[ref.page] = list(cells)
+                worker.device.memory[ref.page] = list(cells)
         event = SegmentReceived(sender, ticket_id, segment, hash(repr(content)))
         self.world.submit(worker, event)
 

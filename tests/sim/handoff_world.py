@@ -1,10 +1,9 @@
 """A small world around real roles: routers, ordered streams, links, devices, and a virtual clock.
 
 Owns what the runtime owns in the product (queues, order, steps) in the simplest form that keeps
-the promises of ``protocol.events``, and checks the promises of the roles on the way. Page memory
-is real: a page is a list of (position, token), a sampled token is a function of everything read
-through the page table, and freed pages are wiped, so that any page that is used too early, too
-late or by two owners shows as a wrong token or a failed assertion.
+the promises of ``protocol.events``, and checks the promises of the roles on the way. Its parts:
+``handoff_routers`` (tickets and answers), ``handoff_network`` (streams and links),
+``handoff_device`` (page memory and the model), ``handoff_traffic`` (what is asked).
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from sim.handoff_device import Device
 from sim.handoff_network import Network
-from sim.handoff_traffic import EOS, Chances, answer, next_token, random_ticket
+from sim.handoff_routers import Routers
+from sim.handoff_traffic import EOS, Chances, Draw, Habits
 
 from decode_worker.role import DecodeRole
 from kv_transfer.pages import Pages
@@ -30,7 +31,6 @@ from protocol.events import (
     FromPeer,
     FromRouter,
     ReceivePages,
-    RouterLost,
     SegmentReceived,
     SegmentSent,
     SendPages,
@@ -42,17 +42,16 @@ from protocol.messages import (
     Announce,
     Cancel,
     Commit,
-    Done,
     Grant,
     Offer,
     Open,
     Sealed,
-    Stop,
-    Tokens,
 )
 from protocol.role import RoleOptions
-from protocol.step import RowResult, StepPlan, StepResult
-from protocol.types import FinishReason, Outcome, Peer, Ticket, TicketId
+from protocol.step import StepPlan
+from protocol.types import Peer, TicketId
+
+ROOT = b"the small world's"
 
 
 @dataclass(eq=False)
@@ -63,35 +62,30 @@ class Worker:
     role: PrefillRole | DecodeRole
     pages: Pages
     options: RoleOptions
-    memory: list[list[object]]
+    device: Device
     step: StepPlan | None = None
-    generations: dict[int, int] = field(default_factory=dict)  # of the running step's pages
-
-
-@dataclass(eq=False)
-class Record:
-    """What the routers know about one ticket."""
-
-    ticket: Ticket
-    router_id: str
-    tokens: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-    stopped: bool = False
-    done: dict[str, Done] = field(default_factory=dict)
 
 
 class World:
     """Everything, on one virtual clock."""
 
     def __init__(
-        self, seed: int, chances: Chances, *, n_prefill: int = 2, n_decode: int = 2, **sizes: int
+        self,
+        seed: int,
+        chances: Chances,
+        habits: Habits | None = None,
+        *,
+        n_prefill: int = 2,
+        n_decode: int = 2,
+        **sizes: int,
     ) -> None:
         self.random = random.Random(seed)
         self.chances = chances
+        self.habits = habits or Habits()
         self.now = 0.0
         self.events = 0  # handed to roles
         self.counts: Counter[str] = Counter()
-        self.records: dict[TicketId, Record] = {}
+        self.routers = Routers(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._past: list[tuple[Worker, Event]] = []
@@ -130,11 +124,12 @@ class World:
             heartbeat_s=1.0,
             max_waiting=sizes.get("max_waiting", 64),
             max_parked=64,
+            hash_root=ROOT if sizes.get("cache", 1) else b"",
         )
         pages = Pages(total, page_size)
         me = Peer(name, f"inc-{name}", f"{name}:1")
-        memory: list[list[object]] = [[None] * page_size for _ in range(total)]
-        self.workers[name] = Worker(me, role(me, pages, options), pages, options, memory)
+        device = Device(pages, lambda ticket_id: self.routers.records[ticket_id].ticket)
+        self.workers[name] = Worker(me, role(me, pages, options), pages, options, device)
 
     # --- the clock ----------------------------------------------------------------------------
 
@@ -199,23 +194,17 @@ class World:
         worker, event = self.random.choice(self._past)
         harmless = (Offer, Grant, Sealed, Commit, Cancel, Open)
         if isinstance(event, SegmentSent | SegmentReceived) or (
-            isinstance(event, FromPeer | FromRouter)
-            and isinstance(event.message, harmless)
-            and not (
-                isinstance(event.message, Cancel) and event.message.ticket_id not in self.records
-            )
+            isinstance(event, FromPeer | FromRouter) and isinstance(event.message, harmless)
         ):
             self.submit(worker, event, noise=True)
 
     def _carry_out(self, worker: Worker, effects: list[Effect]) -> None:
-        for page in worker.pages.take_freed():
-            worker.memory[page] = [None] * worker.pages.page_size
-            assert page not in worker.generations, "a page was freed while a step used it"
+        worker.device.wipe()
         name = worker.me.worker_id
         for i, effect in enumerate(effects):
             match effect:
                 case ToRouter(_, message):
-                    self._hear(worker, message)
+                    self.routers.hear(worker, message)
                 case ToReceiver(peer, message):
                     if isinstance(message, Announce):
                         send = effects[i + 1]
@@ -227,6 +216,8 @@ class World:
                         assert len(send.pages) == message.n_pages
                     self.network.to_receiver(name, peer.worker_id, message)
                 case ToSender(sender, message):
+                    if isinstance(message, Grant):
+                        self.counts["held"] += message.prefix_tokens
                     self.network.to_sender(name, sender, message)
                 case SendPages():
                     self.network.post_send(name, effect)
@@ -242,6 +233,7 @@ class World:
         if worker.step is not None:
             return
         plan = worker.role.plan(self.now)
+        worker.device.wipe()
         if plan is None:
             return
         options = worker.options
@@ -250,7 +242,7 @@ class World:
             assert plan.n_tokens <= options.max_num_batched_tokens
         assert not set(plan.reasons) & set(plan.advance)
         worker.step = plan
-        worker.generations = {p: worker.pages.generation(p) for r in plan.rows for p in r.pages}
+        worker.device.begin(plan)
         seconds = self.random.choice((0.01, 0.05, 0.2))
         if self.random.random() < self.chances.stall:
             seconds = 6.0
@@ -259,115 +251,29 @@ class World:
     def _end_step(self, worker: Worker) -> None:
         plan, worker.step = worker.step, None
         assert plan is not None
-        for page, generation in worker.generations.items():
-            assert worker.pages.generation(page) == generation
+        worker.device.end()
         if self.random.random() < self.chances.step_fails:
             effects = worker.role.step_failed(ErrorInfo("INTERNAL", "the device failed"), self.now)
         else:
-            effects = worker.role.step_done(self._compute(worker, plan), self.now)
-        worker.generations = {}
+            result = worker.device.compute(
+                plan, lambda: self.random.random() < self.chances.row_fails
+            )
+            effects = worker.role.step_done(result, self.now)
         self._carry_out(worker, effects)
         worker.role.check_integrity()
         self._start_step(worker)
-
-    def _compute(self, worker: Worker, plan: StepPlan) -> StepResult:
-        size = worker.pages.page_size
-        results: list[RowResult] = []
-        for row in plan.rows:
-            for i, token in enumerate(row.tokens, row.start):
-                worker.memory[row.pages[i // size]][i % size] = (i, token)
-            if row.sample is None:
-                results.append(RowResult())
-                continue
-            end = row.start + len(row.tokens)
-            cells = [worker.memory[row.pages[i // size]][i % size] for i in range(end)]
-            assert [c and c[0] for c in cells] == list(range(end)), f"{row.ticket_id}: foreign KV"
-            if self.random.random() < self.chances.row_fails:
-                nan = ErrorInfo("INTERNAL", "logits are not finite")
-                results.append(RowResult(error=nan))
-            else:
-                token = next_token(tuple(c[1] for c in cells), row.sample.seed)
-                results.append(RowResult((token,)))
-        return StepResult(tuple(results))
-
-    # --- routers ------------------------------------------------------------------------------
-
-    def open(self, ticket: Ticket, router_id: str = "r0") -> None:
-        """Open both legs at once, as a router does."""
-        self.records[ticket.id] = Record(ticket, router_id)
-        for peer in (ticket.receiver, ticket.sender):
-            if peer is not None:
-                self.to_worker(router_id, peer.worker_id, Open(ticket))
-
-    def to_worker(self, router_id: str, worker_id: str, message: Open | Cancel | Stop) -> None:
-        """Say something on a Session."""
-        worker = self.workers[worker_id]
-        event = FromRouter(router_id, message)
-        self.in_order(router_id, worker_id, lambda: self.submit(worker, event))
-
-    def lose_router(self, router_id: str) -> None:
-        """Its Sessions end everywhere."""
-        for worker in self.workers.values():
-            self.in_order(
-                router_id,
-                worker.me.worker_id,
-                lambda w=worker: self.submit(w, RouterLost(router_id)),
-            )
-
-    def cancel(self, record: Record) -> None:
-        """The client went away: both legs are cancelled."""
-        for peer in (record.ticket.receiver, record.ticket.sender):
-            if peer is not None:
-                cancel = Cancel(record.ticket.id, "the client went away")
-                self.to_worker(record.router_id, peer.worker_id, cancel)
-
-    def _hear(self, worker: Worker, message: object) -> None:
-        name = worker.me.worker_id
-        if isinstance(message, Tokens):
-            for item in message.items:
-                record = self.records[item.ticket_id]
-                assert name not in record.done and record.reason is None, item
-                assert worker.me == record.ticket.receiver
-                assert item.index == len(record.tokens) + record.ticket.n_delivered, item
-                record.tokens += item.token_ids
-                record.reason = item.finish_reason
-                if item.finish_reason is None and self.random.random() < self.chances.stop:
-                    record.stopped = True
-                    self.to_worker(record.router_id, name, Stop(item.ticket_id, item.index))
-        elif isinstance(message, Done):
-            record = self.records[message.ticket_id]
-            assert name not in record.done, f"a second Done: {message}"
-            assert (message.error is not None) == (message.outcome is Outcome.FAILED)
-            record.done[name] = message
-            if message.outcome is not Outcome.OK:
-                for peer in (record.ticket.receiver, record.ticket.sender):
-                    if peer is not None and peer.worker_id not in record.done:
-                        cancel = Cancel(message.ticket_id, "the other leg ended")
-                        self.to_worker(record.router_id, peer.worker_id, cancel)
 
     # --- what must hold -----------------------------------------------------------------------
 
     def check_end(self) -> Counter[str]:
         """After the last event: one Done per leg, right tokens, all pages home."""
-        outcomes: Counter[str] = Counter()
-        for record in self.records.values():
-            ticket = record.ticket
-            legs = {p.worker_id for p in (ticket.receiver, ticket.sender) if p}
-            assert set(record.done) == legs, (ticket.id, record.done)
-            expected = answer(ticket)
-            assert record.tokens == expected[: len(record.tokens)], ticket.id
-            done = record.done[ticket.receiver.worker_id]
-            outcomes[done.outcome] += 1
-            if done.outcome is Outcome.OK and not record.stopped:
-                assert record.tokens == expected
-                last = record.tokens[-1]
-                eos = last == EOS and not ticket.sampling.ignore_eos
-                assert record.reason is (FinishReason.STOP if eos else FinishReason.LENGTH)
+        outcomes = self.routers.check_end()
         for worker in self.workers.values():
             assert worker.role.is_idle(), worker.me.worker_id
             worker.role.check_integrity()
             assert worker.pages.available == worker.pages.total
             assert worker.pages.bound == 0
+            assert not worker.device.host, "pages were left on the host"
         return outcomes
 
     # --- random traffic -----------------------------------------------------------------------
@@ -377,20 +283,18 @@ class World:
         at = 0.0
         prefills, decodes = [w.me for w in self.prefills], [w.me for w in self.decodes]
         size = self.decodes[0].pages.page_size
+        draw = Draw(self.random, self.chances, self.habits, prefills, decodes, size)
         for number in range(n_tickets):
             at += self.random.random() * 2 * spacing_s
-            ticket = random_ticket(number, self.random, self.chances, prefills, decodes, size)
+            ticket = draw.ticket(number)
             router_id = f"r{number % 3}"
-            self.after(at, lambda t=ticket, r=router_id: self.open(t, r))
+            self.after(at, lambda t=ticket, r=router_id: self.routers.open(t, r))
             if self.random.random() < self.chances.cancel:
-                self.after(at + self.random.random() * 2, lambda t=ticket: self._cancel_id(t.id))
+                gone = at + self.random.random() * 2
+                self.after(gone, lambda t=ticket: self.routers.cancel(t.id))
             if self.random.random() < self.chances.retry:
                 again = replace(ticket, id=TicketId(ticket.id.request_id, 2))
-                self.after(
-                    at + 0.3 + self.random.random(), lambda t=again, r=router_id: self.open(t, r)
-                )
+                later = at + 0.3 + self.random.random()
+                self.after(later, lambda t=again, r=router_id: self.routers.open(t, r))
             if self.random.random() < self.chances.router_lost:
-                self.after(at + self.random.random(), lambda r=router_id: self.lose_router(r))
-
-    def _cancel_id(self, ticket_id: TicketId) -> None:
-        self.cancel(self.records[ticket_id])
+                self.after(at + self.random.random(), lambda r=router_id: self.routers.lose(r))
