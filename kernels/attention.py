@@ -10,7 +10,7 @@ Shape suffixes: T packed tokens, H query heads, N key-value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +34,8 @@ class Declaration:
     softcap: bool = False
     sinks: bool = False
     graph_safe: bool = False
-    launches_per_step: int | None = None  # None: grows with the rows of the step
+    launches_per_step: int | None = None  # per layer of a mixed step; None: grows with its rows
+    missing: Callable[[], str | None] | None = None  # what keeps it from running on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def why_not(
     for feature in ("window", "softcap", "sinks"):
         if getattr(needs, feature) and not getattr(declaration, feature):
             return f"no {feature}"
-    return None
+    return declaration.missing() if declaration.missing else None  # last: asking may import
 
 
 def choose(

@@ -21,13 +21,22 @@ from transformers import AttentionInterface
 
 from kernels.attention import AttentionBackend, LayerCall, Plan
 from kernels.attn_cpu import CpuAttention
+from kernels.attn_flash import FlashAttention
 from kernels.attn_reference import ReferenceAttention
+from kernels.attn_triton import TritonAttention
+from kernels.attn_varlen import VarlenAttention
 from protocol.errors import InternalError
 
 NAME = "tandem_paged"  # what transformers knows us by; no mask function has this name
 
 # Best first. ``choose`` takes the first that can serve.
-BACKENDS: tuple[AttentionBackend, ...] = (CpuAttention(), ReferenceAttention())
+BACKENDS: tuple[AttentionBackend, ...] = (
+    TritonAttention(),
+    FlashAttention(),
+    VarlenAttention(),
+    CpuAttention(),
+    ReferenceAttention(),
+)
 _BY_NAME = MappingProxyType({b.declaration.name: b for b in BACKENDS})
 
 _LIBRARY: Any = torch.library.Library("tandem", "DEF")  # type: ignore[no-untyped-call]
