@@ -8,16 +8,17 @@ Life: ``TokenTable`` once per process, read at its first use (half a second for 
 worker uses it while it warms up) -> a ``GrammarState`` per sequence, made from the cached compiled
 grammar, fed with the answer's tokens; it is a function of them and nothing else.
 
-Measured with SmolLM2's 49k tokens: a grammar compiles in 0.1 to 20 ms, a first mask takes 0.1 to
-2 ms, a further one 10 to 50 µs. llguidance bounds both by counted work; what passes the bound is
-refused, so no grammar holds up the other rows of a step for long.
+Measured with SmolLM2's 49k tokens: a grammar of usual size compiles in 0.1 to 20 ms, a first mask
+takes 0.1 to 2 ms, a further one 10 to 200 µs. Compiling grows with the square of the lexemes (2 s for
+a schema of 3,000 patterns) and would hold up the other rows of a step, so grammars are bounded:
+the largest that are let in take 0.2 s. A mask's work is bounded by llguidance, at about 15 ms.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from protocol.errors import InvalidArgument
 from protocol.types import Grammar, GrammarKind
 
 FIELD = "response_format"
-MAX_TEXT = 1 << 20  # characters of one grammar
+MAX_TEXT = 1 << 16  # characters of one grammar
 _CACHED = 64
 # Error texts name positions in the grammar, never tokens of an answer: they reach logs.
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=200_000, max_grammar_size=10_000, verbose_errors=False
+)
 
 
 def check_grammar(tokens: TokenTable | None, grammar: Grammar) -> str | None:
@@ -87,6 +90,11 @@ class TokenTable:
         n = max(self._vocab_size, len(tokenizer))
         return from_tokenizer(tokenizer, n, list(self._eos_token_ids))
 
+    @property
+    def n_compiled(self) -> int:
+        """Compiled grammars that are kept."""
+        return len(self._compiled)
+
     def start(self, grammar: Grammar) -> GrammarState:
         """The state before the first token. Raises ``InvalidArgument`` if it does not compile."""
         matcher = self._compiled.pop(grammar, None)
@@ -103,7 +111,8 @@ class TokenTable:
         self._compiled[grammar] = matcher
         while len(self._compiled) > _CACHED:
             self._compiled.popitem(last=False)
-        return GrammarState(matcher.deep_copy(), (self.table.vocab_size + 31) // 32)
+        words = (self.table.vocab_size + 31) // 32
+        return GrammarState(matcher.deep_copy(), words, self._eos_token_ids)
 
 
 class GrammarState:
@@ -113,20 +122,22 @@ class GrammarState:
     itself, and one that ignores them (``ignore_eos``) repeats them up to ``max_tokens``.
     """
 
-    def __init__(self, matcher: LLMatcher, mask_words: int) -> None:
+    def __init__(self, matcher: LLMatcher, mask_words: int, ends: Collection[int]) -> None:
         self._matcher = matcher
+        self._ends = ends
         self._mask = np.zeros(mask_words, dtype=np.uint32)
         self._stale = True
 
     def feed(self, tokens: Sequence[int]) -> None:
         """Follow the answer's next tokens; ``InvalidArgument`` where they leave the grammar."""
         self._stale = True
-        if not self._matcher.consume_tokens(list(tokens)):
-            why = _one_line(self._matcher.get_error().split("token", 1)[0])
-            raise InvalidArgument(
-                f"the answer so far does not match its grammar{': ' + why if why else ''}",
-                field=FIELD,
-            )
+        n = next((i for i, t in enumerate(tokens) if t in self._ends), len(tokens))
+        fits = n == 0 or self._matcher.consume_tokens(list(tokens[:n]))
+        for token in tokens[n:]:  # an end, and after it nothing but ends
+            ends = self._matcher.is_stopped() or self._matcher.consume_token(token)
+            fits = fits and ends and token in self._ends
+        if not fits:  # llguidance's own words would quote the answer
+            raise InvalidArgument("the answer so far does not match its grammar", field=FIELD)
 
     @property
     def complete(self) -> bool:

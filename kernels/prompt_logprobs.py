@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kernels.model import forward
 from kernels.sampling import Sampler
@@ -32,14 +31,14 @@ class HiddenStates:
         self._module = module
         base = module.base_model
         self._base = getattr(base, "decoder", base)  # opt keeps its layers one floor lower
-        self._hidden: torch.Tensor | None = None
+        self._output: Any = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep the hidden states of the forward pass inside."""
 
         def keep(_module: Any, _args: Any, output: Any) -> None:
-            self._hidden = output[0]
+            self._output = output
 
         handle = self._base.register_forward_hook(keep)
         try:
@@ -49,11 +48,12 @@ class HiddenStates:
 
     def logits(self, first: int, end: int) -> torch.Tensor:
         """Raw logits ``[end - first, vocab]`` of these places of the packed line."""
-        if self._hidden is None:
+        if self._output is None:
             raise InternalError("the model's layers were not called where they are looked for")
-        hidden = self._hidden[:, first:end]
+        hidden = self._output.last_hidden_state[:, first:end]
+        slice_of = type(self._output)(last_hidden_state=hidden)
         here = self._base.__dict__.get("forward")
-        self._base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+        self._base.forward = lambda *_, **__: slice_of
         try:
             places = torch.arange(end - first, device=hidden.device)
             return forward(self._module, places, logits_to_keep=places)

@@ -160,9 +160,10 @@ class Sampler:
         tokens, statuses, table = _to_host(token_Q, status_Q, table_L)
         logprobs: dict[int, TokenLogprobs] = {}
         if asked:
-            ks = [min(draws[q].params.logprobs or 0, k) for q in asked]
-            some = words(table, [tokens[q] for q in asked], ks, k)
-            logprobs = dict(zip(asked, some, strict=True))
+            good = [(q, line) for q, line in zip(asked, table, strict=True) if statuses[q] == OK]
+            ks = [min(draws[q].params.logprobs or 0, k) for q, _ in good]
+            some = words([line for _, line in good], [tokens[q] for q, _ in good], ks, k)
+            logprobs = dict(zip([q for q, _ in good], some, strict=True))
         if not failed and not any(statuses) and not asked:
             return [Drawn(token) for token in tokens]
         return [
