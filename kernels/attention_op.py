@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from kernels.attention import AttentionBackend, LayerCall, Plan
 from kernels.attn_cpu import CpuAttention
 from kernels.attn_flash import FlashAttention
+from kernels.attn_numba import NumbaAttention
 from kernels.attn_reference import ReferenceAttention
 from kernels.attn_triton import TritonAttention
 from kernels.attn_varlen import VarlenAttention
@@ -34,6 +35,7 @@ BACKENDS: tuple[AttentionBackend, ...] = (
     TritonAttention(),
     FlashAttention(),
     VarlenAttention(),
+    NumbaAttention(),
     CpuAttention(),
     ReferenceAttention(),
 )

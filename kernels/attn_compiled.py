@@ -22,6 +22,7 @@ from kernels import attn_simd, attn_table, simd
 from kernels.attn_prompts import make_prompts
 from kernels.attn_rows import make_merge, make_rows, make_store
 from kernels.attn_table import BLOCK, CACHE_LINE, ROW_BLOCK, SPARE
+from protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,13 @@ def machine() -> tuple[int, int]:
     return 4, 16
 
 
+def _reads_halves() -> bool:
+    features = llvmlite.binding.get_host_cpu_features()
+    return bool(features.get("f16c") or features.get("neon"))
+
+
 # How the loops call what the pool stores.
-STORED = {
+_STORED = {
     torch.float32: simd.FLOAT32,
     torch.bfloat16: simd.BFLOAT16,
     torch.float16: simd.FLOAT16,
@@ -62,12 +68,16 @@ STORED = {
 
 
 @cache
-def compiled(group: int, dim: int, kind: int) -> Loops:
-    """The functions for ``group`` query heads per KV head of ``dim`` numbers.
+def compiled(group: int, dim: int, dtype: torch.dtype) -> Loops:
+    """The functions for ``group`` query heads per KV head of ``dim`` numbers, stored as ``dtype``.
 
-    Takes seconds on a machine that compiles them first. Raises whatever numba raises.
+    Takes seconds on a machine that compiles them first. Raises ``ConfigError`` for a dtype that
+    this processor cannot read, else whatever numba raises.
     """
     width, registers = machine()
+    kind = _STORED[dtype]
+    if kind == simd.FLOAT16 and not _reads_halves():
+        raise ConfigError("this processor has no instruction that reads float16")
     tile = (8, 3) if registers == 32 else (4, 3)
     made = [
         make_store(dim * simd.size(kind), _STAMP),

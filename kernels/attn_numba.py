@@ -2,7 +2,8 @@
 
 This file owns how a step's rows become flat tables for ``attn_rows`` and ``attn_prompts`` and how
 several threads enter their functions. Nothing is gathered, and within a layer no Python runs per
-row. It must never be imported where numba is missing: ``attention_op`` asks first.
+row. It must never import numba before it is asked to compute: where numba is broken, the choice of
+a backend passes this one over and says so.
 
 Threads are torch's own: its OpenMP runtime runs our function in a team of
 ``torch.get_num_threads()``, so that no second pool competes for the cores. Where that runtime is
@@ -20,15 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import attn_table as at
 from kernels.attention import Declaration, LayerCall, Plan
-from kernels.attn_compiled import STORED, compiled
 from kernels.batch import Batch
 from kernels.kv_write import cells_T
 from protocol.types import KvGeometry
 
 _PIECES_PER_THREAD = 4  # enough to share rows out evenly, few enough to join
 _SMALLEST_PIECE = 128  # positions
+
+
+def _missing() -> str | None:
+    try:
+        import kernels.attn_compiled  # noqa: F401
+    except Exception as e:  # a broken numba raises more than ImportError
+        return f"numba cannot be used: {(str(e).splitlines() or [type(e).__name__])[0]}"
+    return None
 
 
 class NumbaAttention:
@@ -42,6 +49,7 @@ class NumbaAttention:
         softcap=True,
         sinks=True,
         launches_per_step=2,
+        missing=_missing,
     )
 
     def plan(self, batch: Batch, geometry: KvGeometry, device: torch.device) -> Plan:
@@ -49,6 +57,8 @@ class NumbaAttention:
 
         Numbers: partial results, threads.
         """
+        from kernels import attn_table as at
+
         threads = torch.get_num_threads()
         number = getattr(torch, geometry.dtype).itemsize
         cell = geometry.kv_heads * geometry.head_dim * number
@@ -82,10 +92,13 @@ class NumbaAttention:
         call: LayerCall,
     ) -> torch.Tensor:
         """Write, then all rows of one token, then all others."""
+        from kernels import attn_table as at
+        from kernels.attn_compiled import compiled
+
         kv_heads, head_dim = kv.shape[4:]
         heads = q_THD.shape[1]
         n_partials, threads = plan.numbers
-        code = compiled(heads // kv_heads, head_dim, STORED[kv.dtype])
+        code = compiled(heads // kv_heads, head_dim, kv.dtype)
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD.float(), k_TND, v_TND))
         out = torch.empty(q_THD.shape, dtype=torch.float32)
         own = -(-code.scratch(kv_heads) // at.CACHE_LINE) * at.CACHE_LINE
@@ -151,6 +164,7 @@ def _pieces(
 
 @cache
 def _function(address: int) -> Any:
+    """A compiled ``void f(int64)``; the call releases the GIL."""
     return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 
 
@@ -169,11 +183,8 @@ def _team(function: int, table: int, threads: int) -> None:
 
 @cache
 def _openmp() -> Any:
-    """``GOMP_parallel`` of the runtime that torch has loaded; it releases the GIL. None without."""
-    try:
-        start = ctypes.CDLL("libgomp.so.1").GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    start.restype = None
-    return start
+    """``GOMP_parallel(function, argument, threads, flags)``, or None."""
+    from kernels.host_code import team
+
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return kind(address) if (address := team()) else None

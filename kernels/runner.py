@@ -19,8 +19,8 @@ from contextlib import nullcontext
 
 import torch
 
-from kernels.attention import choose
 from kernels.attention_op import BACKENDS, PagedStep
+from kernels.attention_trial import fastest
 from kernels.batch import Batch, pack
 from kernels.grammar import TokenTable
 from kernels.model import LoadedModel, forward
@@ -68,7 +68,14 @@ class Runner:
         self._kv = kv
         self._geometry = geometry
         offered = [b for b in BACKENDS if backend in (None, b.declaration.name)]
-        self._backend, self.attention = choose(offered, model.needs, geometry, model.device.type)
+        heads: int = model.described.config.get_text_config().num_attention_heads
+        self._backend, self.attention = fastest(
+            offered,
+            model.needs,
+            geometry,
+            heads // model.described.geometry(page_size).kv_heads,
+            model.device,
+        )
         self._copier = PageCopier(kv, host_kv)
         described = model.described
         ends = described.eos_token_ids
