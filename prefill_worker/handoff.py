@@ -61,7 +61,7 @@ class HandOff:
             commit = leg.transfer.commit(
                 leg.first_tokens,
                 leg.logprobs,
-                cached_tokens=min(leg.prompt.cached or 0, leg.ticket.n_prompt),
+                cached_tokens=leg.prompt.cached_tokens,
                 prompt_logprobs=leg.prompt_logprobs,
             )
             effects.append(ToReceiver(receiver, commit))

@@ -81,9 +81,7 @@ class Room:
         prompt.reservation = self._pages.reserve(prompt.ticket.id, need, found)
         self._pages.bind(prompt.reservation, need)
         prompt.published = len(found)
-        prompt.computed = len(found) * self._pages.page_size
-        before = prompt.computed if prompt.cached is None else prompt.cached
-        prompt.cached = min(before, prompt.computed)
+        prompt.computed = prompt.found = len(found) * self._pages.page_size
         self._held[prompt.ticket.id] = prompt
 
     def keep(self, prompt: Prompt) -> None:
@@ -105,8 +103,7 @@ class Room:
         del self._held[prompt.ticket.id]
         if prompt.reservation is not None:
             self._pages.release(prompt.reservation)
-        prompt.reservation = None
-        prompt.computed = prompt.published = 0
+        prompt.give_up()
 
     def forget(self, prompt: Prompt) -> None:
         """Its pages are the role's to release, and nobody else's to take."""

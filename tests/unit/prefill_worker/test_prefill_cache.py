@@ -63,7 +63,7 @@ def test_a_second_turn_computes_only_what_is_new() -> None:
     plan = bench.step(second)
     row = plan.rows[0]
     assert (row.start, len(row.tokens)) == (20, 18)  # the partly filled page is not found
-    assert row.pages[:5] == kept and second.cached == 20 and second.remaining == 0
+    assert row.pages[:5] == kept and second.cached_tokens == 20 and second.remaining == 0
 
 
 @pytest.mark.parametrize(("n", "found"), [(3, 0), (4, 0), (5, 4), (16, 12), (17, 16), (18, 16)])
@@ -73,7 +73,7 @@ def test_the_last_token_is_always_computed(n: int, found: int) -> None:
     again = bench.add(same(ticket("a", n), "again", n))
     row = bench.step(again).rows[0]
     assert (row.start, row.start + len(row.tokens)) == (found, n)
-    assert row.sample is not None and again.cached == found
+    assert row.sample is not None and again.cached_tokens == found
 
 
 def test_a_prompt_that_is_still_being_computed_is_shared_as_far_as_it_is() -> None:
@@ -105,7 +105,25 @@ def test_a_dropped_prompt_goes_on_from_what_is_still_cached() -> None:
     bench.step(granted)
     bench.end(granted)
     row = bench.step(ungranted).rows[0]
-    assert row.start == 20 and ungranted.cached == 0  # computed for this very ticket
+    assert row.start == 20 and ungranted.cached_tokens == 0  # computed for this very ticket
+
+
+def test_what_another_ticket_computed_meanwhile_counts_as_cached() -> None:
+    bench = Bench(total=13, budget=12)
+    dropped = bench.add(ticket("a", 36))
+    bench.step(dropped)
+    assert dropped.computed == 12
+    other = bench.add(same(dropped.ticket, "other", 28, priority=-1), granted=True)
+    bench.step(other)
+    bench.step(other)
+    assert other.remaining == 0 and other.cached_tokens == 12
+    pushing = bench.add(ticket("pushing", 20, priority=-2), granted=True)
+    bench.step(pushing)
+    assert bench.dropped == [dropped]
+    bench.step(pushing)
+    bench.end(pushing)
+    assert bench.step(dropped).rows[0].start == 28
+    assert dropped.cached_tokens == 16  # 12 to 28 are other's work
 
 
 def test_ungranted_work_is_not_dropped_for_pages_that_are_shared_with_it() -> None:
@@ -125,7 +143,7 @@ def test_logprobs_of_the_prompt_are_computed_but_others_may_find_the_pages() -> 
     bench.compute(asks)
     again = bench.add(same(asks, "again", 20, sampling=asks.sampling))
     row = bench.step(again).rows[0]
-    assert (row.start, row.prompt_logprobs, again.cached) == (0, 2, 0)
+    assert (row.start, row.prompt_logprobs, again.cached_tokens) == (0, 2, 0)
     other = bench.add(same(first, "other", 20))
     assert bench.step(other).rows[0].start == 16
 
