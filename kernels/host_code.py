@@ -18,6 +18,11 @@ from llvmlite import binding
 from kernels.tile_ir import RUN, RUN_ARGUMENTS, Tile, module_ir
 
 _OPTIMISE = 2
+# CPUs with one of these multiply such numbers themselves; torch knows how, we would widen them.
+_MULTIPLIERS = {
+    "bfloat16": ("avx512bf16", "amx-bf16", "bf16"),
+    "float16": ("avx512fp16", "amx-fp16", "fullfp16"),
+}
 _compiled: list[Any] = []  # engines own the code's memory
 
 
@@ -40,17 +45,13 @@ def register_tile(depth: int, dtype: str) -> Tile | None:
         rows, lanes = 16, (4,)
     else:
         return None
-    return Tile(depth, dtype, min(rows, 8) if depth % 1024 == 0 else rows, lanes)
-
-
-def multiplies(dtype: str) -> bool:
-    """Whether this CPU has instructions that multiply numbers of this 16-bit dtype directly."""
-    features = binding.get_host_cpu_features()
-    names = {
-        "bfloat16": ("avx512bf16", "amx-bf16", "bf16"),
-        "float16": ("avx512fp16", "amx-fp16", "fullfp16"),
-    }
-    return any(features.get(name) for name in names.get(dtype, ()))
+    pairs = dtype == "bfloat16" and bool(features.get("avx512bf16")) and len(lanes) == 3
+    if not pairs and any(features.get(name) for name in _MULTIPLIERS.get(dtype, ())):
+        return None
+    bytes_apart = depth * (2 if pairs else 4)
+    if (pairs and depth % 2) or depth < 1:
+        return None
+    return Tile(depth, dtype, min(rows, 8) if bytes_apart % 4096 == 0 else rows, lanes, pairs)
 
 
 @cache

@@ -15,14 +15,29 @@ I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 Values = list[Any]  # llvmlite has no types
 
 
+class BFloat16(ir.Type):  # type: ignore[misc]
+    """The type that llvmlite does not know."""
+
+    null = "0.0"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(BFloat16)
+
+
 def integer(value: int, kind: Any = I64) -> Any:
     """A constant, of 64 bits if nothing else is said."""
     return ir.Constant(kind, value)
 
 
 def broadcast(b: ir.IRBuilder, value: Any, lanes: int) -> Any:
-    """A vector of ``lanes`` times the same float32."""
-    undefined = ir.Constant(ir.VectorType(F32, lanes), ir.Undefined)
+    """A vector of ``lanes`` times the same value."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     one = b.insert_element(undefined, value, integer(0, I32))
     return b.shuffle_vector(one, undefined, order_of([0] * lanes))
 

@@ -14,7 +14,8 @@ memory once, in the layout in which models keep it:
 Each output is a chain of fused multiply-adds in the order of K, panel after panel so that rounding
 stays small, whatever the count of rows, of threads and of lanes: a row's result is the same bits in
 every batch. Weights of 16 bits are widened block by block into a thread's own scratch and then take
-the same way.
+the same way; but where the CPU multiplies and adds pairs of bfloat16, a column is such a pair (of
+weights and of x), and all else is the same.
 
 (The register tile follows BLIS, Van Zee and van de Geijn 2015, without its packing of weights.)
 """
@@ -27,7 +28,18 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.ir_vectors import F32, I32, I64, Values, broadcast, integer, loop, order_of, transpose
+from kernels.ir_vectors import (
+    F32,
+    I32,
+    I64,
+    BFloat16,
+    Values,
+    broadcast,
+    integer,
+    loop,
+    order_of,
+    transpose,
+)
 
 RUN = "run"  # name of the function to call; ``RUN_ARGUMENTS`` are 64-bit integers
 RUN_ARGUMENTS = ("team", "scratch", "x", "x_stride", "w", "bias", "bias_step", "y", "n", "m")
@@ -48,18 +60,25 @@ class Tile:
 
     ``lanes`` ascend; the last is the machine's vector of float32, the others serve what is left
     of M. ``rows`` weight rows and one vector of x must fit its registers, and the last of
-    ``lanes`` and ``rows`` must be powers of two, neither larger than 16.
+    ``lanes`` and ``rows`` must be powers of two, neither larger than 16. ``pairs``: multiply
+    bfloat16 in pairs, by AVX512-BF16; needs an even depth, and x in bfloat16 too.
     """
 
     depth: int
     dtype: str
     rows: int
     lanes: tuple[int, ...]
+    pairs: bool = False
+
+    @property
+    def columns(self) -> int:
+        """What a row of weights or of x is counted in: numbers, or pairs of them."""
+        return self.depth // 2 if self.pairs else self.depth
 
 
 def scratch_floats(tile: Tile, m: int) -> int:
     """Length of the scratch that ``run`` needs for ``m`` rows of x, 64-byte aligned."""
-    return tile.depth * -(-m // tile.lanes[-1]) * tile.lanes[-1]
+    return tile.columns * -(-m // tile.lanes[-1]) * tile.lanes[-1]
 
 
 def module_ir(tile: Tile) -> str:
@@ -72,6 +91,7 @@ class _Writer:
 
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
+        self.column = I32 if tile.pairs else F32  # how 4 bytes of x or of widened weights are read
         self.module = ir.Module("tile")
         self.context = ir.ArrayType(I64, len(_SLOTS))
         self._task = self._write_task()
@@ -87,10 +107,11 @@ class _Writer:
         b = ir.IRBuilder(task.append_basic_block("entry"))
         slot = {name: self._slot(b, task.args[0], name) for name in _SLOTS}
         value = {name: b.load(slot[name]) for name in _SLOTS[1:]}
-        weights = b.inttoptr(value["w"], _WEIGHT_TYPES[tile.dtype].as_pointer())
+        as_stored = I32 if tile.pairs else _WEIGHT_TYPES[tile.dtype]
+        weights = b.inttoptr(value["w"], as_stored.as_pointer())
         wide = None
-        if tile.dtype != "float32":
-            wide = b.alloca(F32, tile.rows * tile.depth)
+        if as_stored != self.column:
+            wide = b.alloca(F32, tile.rows * tile.columns)
             wide.align = _LINE
         last = b.sub(value["n"], integer(tile.rows))
 
@@ -102,7 +123,7 @@ class _Writer:
         def rows_at(first: Any) -> tuple[Any, Any]:
             """The last block ends with N: it may overlap the one before, with equal results."""
             first = b.select(b.icmp_signed("<", first, last), first, last)
-            return first, b.gep(weights, [b.mul(first, integer(tile.depth))])
+            return first, b.gep(weights, [b.mul(first, integer(tile.columns))])
 
         first, entry = claim(), b.block
         head, work, done = (b.append_basic_block(name) for name in ("head", "work", "done"))
@@ -119,11 +140,11 @@ class _Writer:
         _, ahead_block = rows_at(ahead)
         if wide is not None:
             block = self._widen(b, block, wide)
-        packed = b.inttoptr(value["scratch"], F32.as_pointer())
+        packed = b.inttoptr(value["scratch"], self.column.as_pointer())
 
         def one_tile(group: Any, lanes: int) -> None:
             row = b.mul(group, integer(tile.lanes[-1]))
-            x = b.gep(packed, [b.mul(row, integer(tile.depth))])
+            x = b.gep(packed, [b.mul(row, integer(tile.columns))])
             sums = self._multiply(b, x, block, ahead_block, self._bias(b, value, at), lanes)
             self._store(b, value, sums, row, at, lanes)
 
@@ -143,17 +164,17 @@ class _Writer:
         self, b: ir.IRBuilder, x: Any, block: Any, ahead: Any, bias: Values, lanes: int
     ) -> Values:
         """One sum per weight row and lane, over the whole depth."""
-        depth = self.tile.depth
+        every = self.tile.columns
         sums = [broadcast(b, value, lanes) for value in bias]
-        columns = -(-depth // -(-depth // PANEL))  # panels of equal width, if they can be
-        columns = -(-columns // UNROLL) * UNROLL
-        whole = depth - depth % columns
+        width = -(-every // -(-every // PANEL))  # panels of equal width, if they can be
+        width = -(-width // UNROLL) * UNROLL
+        whole = every - every % width
         if whole:
-            with loop(b, integer(whole), columns, sums) as (k, carried, close):
-                panel = self._panel(b, x, block, ahead, k, columns, lanes)
+            with loop(b, integer(whole), width, sums) as (k, carried, close):
+                panel = self._panel(b, x, block, ahead, k, width, lanes)
                 sums = close([b.fadd(*pair) for pair in zip(carried, panel, strict=True)])
-        if whole < depth:
-            panel = self._panel(b, x, block, ahead, integer(whole), depth - whole, lanes)
+        if whole < every:
+            panel = self._panel(b, x, block, ahead, integer(whole), every - whole, lanes)
             sums = [b.fadd(*pair) for pair in zip(sums, panel, strict=True)]
         return sums
 
@@ -161,19 +182,19 @@ class _Writer:
         self, b: ir.IRBuilder, x: Any, block: Any, ahead: Any, start: Any, columns: int, lanes: int
     ) -> Values:
         """The part of ``columns`` columns from ``start`` on, one accumulator per weight row."""
-        vector = ir.VectorType(F32, lanes)
-        fma = self._intrinsic(f"llvm.fma.v{lanes}f32", vector, [vector] * 3)
+        vector = ir.VectorType(self.column, lanes)
 
         def column(k: Any, sums: Values) -> Values:
             at = b.bitcast(b.gep(x, [b.mul(k, integer(lanes))]), vector.as_pointer())
             x_L = b.load(at, align=4 * lanes)
             out = []
             for r, total in enumerate(sums):
-                at = b.gep(block, [b.add(k, integer(r * self.tile.depth))])
-                out.append(b.call(fma, [broadcast(b, b.load(at, align=4), lanes), x_L, total]))
+                at = b.gep(block, [b.add(k, integer(r * self.tile.columns))])
+                weight = broadcast(b, b.load(at, align=4), lanes)
+                out.append(self._multiply_add(b, x_L, weight, total))
             return out
 
-        sums: Values = [ir.Constant(vector, [0.0] * lanes)] * self.tile.rows
+        sums: Values = [ir.Constant(ir.VectorType(F32, lanes), [0.0] * lanes)] * self.tile.rows
         whole = columns - columns % UNROLL
         if whole:
             with loop(b, integer(whole), UNROLL, sums) as (i, carried, close):
@@ -186,6 +207,16 @@ class _Writer:
             sums = column(b.add(start, integer(i)), sums)
         return sums
 
+    def _multiply_add(self, b: ir.IRBuilder, x_L: Any, weight_L: Any, total_L: Any) -> Any:
+        kind, lanes = total_L.type, total_L.type.count
+        if not self.tile.pairs:
+            fma = self._intrinsic(f"llvm.fma.v{lanes}f32", kind, [kind] * 3)
+            return b.call(fma, [weight_L, x_L, total_L])
+        both = ir.VectorType(BFloat16(), 2 * lanes)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+        dot = self._intrinsic(name, kind, [kind, both, both])
+        return b.call(dot, [total_L, b.bitcast(x_L, both), b.bitcast(weight_L, both)])
+
     def _prefetch(self, b: ir.IRBuilder, ahead: Any, k: Any) -> None:
         """Ask for the share of the next block that this step of the loop is responsible for.
 
@@ -196,9 +227,9 @@ class _Writer:
         share = max(1, self.tile.rows // steps)
         prefetch = self._intrinsic("llvm.prefetch.p0i8", ir.VoidType(), [_BYTES, I32, I32, I32])
         quarter = b.urem(b.udiv(k, integer(UNROLL)), integer(steps))
-        row = b.mul(quarter, integer(share * self.tile.depth))
+        row = b.mul(quarter, integer(share * self.tile.columns))
         for r in range(share):
-            at = b.gep(ahead, [b.add(b.add(row, k), integer(r * self.tile.depth))])
+            at = b.gep(ahead, [b.add(b.add(row, k), integer(r * self.tile.columns))])
             b.call(prefetch, [b.bitcast(at, _BYTES), *(integer(i, I32) for i in (0, 2, 1))])
 
     def _store(
@@ -222,7 +253,7 @@ class _Writer:
 
     def _widen(self, b: ir.IRBuilder, block: Any, wide: Any) -> Any:
         """Copy a block of 16-bit weights to float32; both are contiguous."""
-        total, step = self.tile.rows * self.tile.depth, self.tile.rows
+        total, step = self.tile.rows * self.tile.columns, self.tile.rows
 
         def some(i: Any) -> None:
             kind = ir.VectorType(block.type.pointee, step)
@@ -284,18 +315,18 @@ class _Writer:
 
         Lanes past the last row repeat it: what they compute is not stored.
         """
-        depth = self.tile.depth
-        x = b.inttoptr(value["x"], F32.as_pointer())
-        to = b.inttoptr(value["scratch"], F32.as_pointer())
-        to = b.gep(to, [b.mul(row, integer(depth))])
+        every = self.tile.columns
+        x = b.inttoptr(value["x"], self.column.as_pointer())
+        to = b.inttoptr(value["scratch"], self.column.as_pointer())
+        to = b.gep(to, [b.mul(row, integer(every))])
         last = b.sub(value["m"], integer(1))
-        vector = ir.VectorType(F32, lanes)
+        vector = ir.VectorType(self.column, lanes)
         lines = []
         for lane in range(lanes):
             m = b.add(row, integer(lane))
             m = b.select(b.icmp_signed("<", m, last), m, last)
             lines.append(b.gep(x, [b.mul(m, value["x_stride"])]))
-        whole = depth - depth % lanes
+        whole = every - every % lanes
         if whole:
             with loop(b, integer(whole), lanes, []) as (k, _, close):
                 square = [
@@ -306,7 +337,7 @@ class _Writer:
                     place = b.gep(to, [b.mul(b.add(k, integer(i)), integer(lanes))])
                     b.store(column, b.bitcast(place, vector.as_pointer()), align=4 * lanes)
                 close([])
-        for k in range(whole, depth):
+        for k in range(whole, every):
             for lane, line in enumerate(lines):
                 b.store(b.load(b.gep(line, [integer(k)])), b.gep(to, [integer(k * lanes + lane)]))
 

@@ -180,12 +180,13 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
     pool = KvPool(geometry, pages, device)
     runner = Runner(loaded, pool.tensor, options.page_size)
     _log.info(
-        "%s: %d pages of %d tokens (%s), %s",
+        "%s: %d pages of %d tokens (%s), %s, %s",
         options.worker_id,
         pool.pages,
         options.page_size,
         geometry.dtype,
         runner.attention,
+        loaded.linear,
     )
     return Engine(
         model=model,

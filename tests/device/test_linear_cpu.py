@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kernels import linear_cpu
+from kernels import host_code, linear_cpu
+from kernels.tile_ir import Tile
 
-host_code = pytest.importorskip("kernels.host_code", reason="no llvmlite for this platform")
 pytestmark = pytest.mark.skipif(
     host_code.register_tile(64, "float32") is None, reason="no register tile for this CPU"
 )
@@ -76,7 +76,7 @@ def test_more_rows_than_one_pass() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(16, 80),
-    depth=st.sampled_from([3, 259]),
+    depth=st.sampled_from([6, 260]),
     rows=st.integers(1, 70),
     bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
@@ -86,10 +86,22 @@ def test_random_products(
     n: int, depth: int, rows: int, bias: bool, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_code, "multiplies", lambda _dtype: False)  # also where torch is faster
-        linear = layer(n, depth, bias=bias, dtype=dtype)
+    linear = layer(n, depth, bias=bias, dtype=dtype)
     check(linear, torch.randn(rows, depth).to(dtype))
+
+
+@pytest.mark.parametrize("tile", [(16, (4, 8, 16)), (8, (4, 8, 16)), (8, (4, 8)), (16, (4,))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tiles_of_other_machines(tile: tuple[int, tuple[int, ...]], dtype: torch.dtype) -> None:
+    """What this machine does not choose gives the same results, if more slowly."""
+    torch.manual_seed(5)
+    linear = nn.Linear(70, 37).to(dtype).requires_grad_(False)
+    own = Tile(70, str(dtype).removeprefix("torch."), *tile)
+    linear.forward = linear_cpu._Product(
+        linear.weight, linear.bias, own, linear_cpu._Scratch(), math.inf
+    )
+    for rows in (2, 7, 16, 21):
+        check(linear, torch.randn(rows, 70).to(dtype))
 
 
 def test_a_row_is_the_same_bits_in_every_batch(threads: int) -> None:
