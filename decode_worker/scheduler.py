@@ -241,7 +241,10 @@ class DecodeScheduler:
                     n_prompt,
                 )
             )
-            advance[ticket.id] = advance.get(ticket.id, 0) + 1
+            if len(seq.leg.sequences) == 1:
+                advance[ticket.id] = 1
+            else:
+                advance[ticket.id] = advance.get(ticket.id, 0) + 1
             attended += n_tokens
             fewest = min(fewest, seq.longest - n_tokens)
             fewest_free = min(fewest_free, seq.capacity - n_tokens)
@@ -305,20 +308,16 @@ class DecodeScheduler:
 
     def _explain(self, draft: _Draft, why: str, others: dict[TicketId, str]) -> None:
         """Add the reasons of everybody who has pages, or had, and does not advance."""
-        for ticket_id, _ in self._prompts:
-            others.setdefault(ticket_id, why)
+        reasons = {ticket_id: why for ticket_id, _ in self._prompts}
         if len(self._preemption):
-            others.update(self._preemption.reasons())
+            reasons.update(self._preemption.reasons())
         for seq in draft.stalled:
-            others[seq.leg.ticket.id] = (
+            reasons[seq.leg.ticket.id] = (
                 f"not one page for its next token, and nobody may give way: {self._memory}"
             )
-        if len(others) < len(draft.advance):
-            for ticket_id in [t for t in others if t in draft.advance]:
-                del others[ticket_id]
-        else:
-            for ticket_id in draft.advance:
-                others.pop(ticket_id, None)
+        for ticket_id, reason in reasons.items():
+            if ticket_id not in draft.advance:
+                others[ticket_id] = reason
 
     def _repeats(self, draft: _Draft, fewest: int) -> int:
         """How often the plan could be run again, each row one token further.
