@@ -18,7 +18,6 @@ from protocol.events import Effect, SendPages, ToReceiver
 from protocol.lifecycle import SendState
 from protocol.messages import Announce, Grant, Window
 from protocol.role import RoleOptions
-from protocol.types import TicketId
 
 
 class HandOff:
@@ -66,7 +65,3 @@ class HandOff:
             )
             effects.append(ToReceiver(receiver, commit))
         return effects
-
-    def may_free(self, ticket_id: TicketId) -> bool:
-        """The link reads none of this ticket's pages."""
-        return not self.ops.touching(ticket_id)

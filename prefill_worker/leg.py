@@ -42,6 +42,7 @@ class Leg:
     first_tokens: tuple[int, ...] = ()  # one per choice, once its last chunk is computed
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # as far as it is computed
+    in_step: bool = False  # the running step computes it
     outcome: Outcome | None = None  # set: over, and nothing more is decided about it
     error: ErrorInfo | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,7 @@ class Bench:
                 max_model_len=100,
                 min_prefill_tokens=4,
                 hash_root=ROOT,
+                remembered=16,
             ),
         )
 
@@ -253,3 +255,29 @@ def test_an_offer_says_how_long_the_prompt_is_whatever_is_cached() -> None:
     (effect,) = bench.open(ticket("q", 11))
     assert isinstance(effect, ToReceiver) and isinstance(effect.message, Offer)
     assert effect.message.n_tokens == 11
+
+
+def size(value: object, seen: set[int]) -> int:
+    """Entries of all containers that can be reached from here."""
+    if id(value) in seen or isinstance(value, str | bytes | int | float | type):
+        return 0
+    seen.add(id(value))
+    names = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
+    parts: list[object] = [getattr(value, n) for n in names if hasattr(value, n)]
+    parts += vars(value).values() if hasattr(value, "__dict__") else ()
+    if isinstance(value, dict):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        parts += value
+    return len(parts) + sum(size(part, seen) for part in parts)
+
+
+def test_nothing_grows_with_the_requests_served() -> None:
+    bench = Bench()
+    sizes = []
+    for number in range(300):
+        t = replace(ticket(f"q{number:04}", 9), n_prompt=9)
+        bench.serve(replace(t, tokens=tuple(number % 97 + i for i in range(9))))
+        if number in (150, 299):
+            sizes.append(size(bench.role, set()))
+    assert sizes[1] <= sizes[0] + 20, sizes
