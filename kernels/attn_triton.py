@@ -152,6 +152,8 @@ def _items(batch: Batch, rows: np.ndarray, block_q: int) -> np.ndarray:
 @cache
 def _programs(device: torch.device) -> int:
     """Programs that keep ``device`` busy: two for each of its processors."""
+    if device.type != "cuda":
+        return 1  # Triton's interpreter
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

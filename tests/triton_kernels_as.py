@@ -3,6 +3,8 @@
 Triton decides when a kernel is defined whether it will be interpreted, so one process needs one
 copy of the module for each way. Triton's own library functions (``tl.max``) were defined when torch
 imported Triton, for compilation; within ``interpreted_kernels`` they run as what they are, Python.
+Functions that a kernel calls run likewise: Triton would prepare its whole language anew for each
+such call, which takes ten times as long as the call.
 """
 
 from __future__ import annotations
@@ -32,18 +34,24 @@ def load(interpreted: bool) -> ModuleType:
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
     """Within it our Triton backend runs in Triton's interpreter, on CPU tensors."""
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     def as_python(self, *args, **kwargs):
         return self.fn(*args, **kwargs)
 
+    def within_a_kernel(self, *args, **kwargs):
+        return self.rewrite()(*args, **kwargs)
+
     before = sys.modules.get(NAME)
     sys.modules[NAME] = load(interpreted=True)
-    compiled_call, JITFunction.__call__ = JITFunction.__call__, as_python
+    calls = [(kind, kind.__call__) for kind in (JITFunction, InterpretedFunction)]
+    JITFunction.__call__, InterpretedFunction.__call__ = as_python, within_a_kernel
     try:
         yield
     finally:
-        JITFunction.__call__ = compiled_call
+        for kind, call in calls:
+            kind.__call__ = call
         del sys.modules[NAME]
         if before is not None:
             sys.modules[NAME] = before
