@@ -191,7 +191,7 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
     return Engine(
         model=model,
         pool=pool,
-        run=lambda plan: runner.run(plan.rows),
+        run=lambda plan: runner.run(plan.rows, plan.copies),
         warm_up=runner.warm_up,
     )
 
