@@ -95,6 +95,7 @@ class InFlight:
                 peer.worker_id,
                 pages=route.pages if side is Side.RECEIVER else 0,
                 prompt_tokens=ticket.n_prompt if computes else 0,
+                seats=ticket.n_choices if side is Side.RECEIVER else 1,
             )
             if not self._sessions.is_up(peer.worker_id, peer.incarnation):
                 unreachable[side] = Unavailable(f"no session with {peer.worker_id}").info()

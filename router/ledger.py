@@ -6,7 +6,9 @@ dispatched counts at once, so ten requests in one millisecond do not all see the
 It must never decide; ``router.policy`` reads it.
 
 A report says what a worker held when it was sent; the router knows what it sent since. So:
- - pages in use = own reservations + what the report showed beyond our own (other routers);
+ - pages in use = what the last report showed, less what has ended since, plus the prompts that were
+   dispatched since. Only the worker knows how many pages its sequences share and how far they have
+   grown; it keeps a queue of its own, so counting one too few for a moment is harmless;
  - prompt tokens not computed = the report's count, less what has ended since, plus the prompts
    that the report may not have seen yet (one is taken to be covered by the second report after
    its dispatch: counting a prompt twice for a moment is harmless, missing it is not).
@@ -31,8 +33,9 @@ LEARNING_RATE = 0.2
 class Entry:
     """One leg of ours on one worker."""
 
-    pages: int  # reserved there; 0 for a sender's leg
+    pages: int  # taken there at once; 0 for a sender's leg
     prompt_tokens: int  # that this worker has to compute; 0 for a receiver of a hand-off
+    seats: int = 1
     reports: int = 0
 
 
@@ -44,7 +47,10 @@ class Book:
     load: WorkerLoad | None = None
     entries: dict[TicketId, Entry] = field(default_factory=dict)
     own_pages: int = 0
-    foreign_pages: int = 0
+    own_seats: int = 0
+    reported_pages: int = 0
+    fresh_pages: int = 0  # of legs dispatched after the last report
+    ended_pages: int = 0  # of legs that the last report showed and that ended since
     foreign_seats: int = 0
     fresh_tokens: int = 0  # prompts that no report can have shown yet
     ended_tokens: int = 0  # prompts that the last report showed and that ended since
@@ -52,8 +58,8 @@ class Book:
     @property
     def used_pages(self) -> int:
         """Pages that are, or are about to be, in use."""
-        used, total = self.own_pages + self.foreign_pages, self.info.total_pages
-        return used if used < total else total
+        used = max(self.reported_pages - self.ended_pages, 0) + self.fresh_pages
+        return min(used, self.info.total_pages)
 
     @property
     def free_pages(self) -> int:
@@ -63,7 +69,7 @@ class Book:
     @property
     def seats_taken(self) -> int:
         """Sequences that are there or on their way there."""
-        return len(self.entries) + self.foreign_seats
+        return self.own_seats + self.foreign_seats
 
     @property
     def queued_tokens(self) -> int:
@@ -103,14 +109,25 @@ class Ledger:
         return [book for book in self._books.values() if book.info.role is role]
 
     def dispatch(
-        self, ticket_id: TicketId, worker_id: str, *, pages: int, prompt_tokens: int
+        self,
+        ticket_id: TicketId,
+        worker_id: str,
+        *,
+        pages: int,
+        prompt_tokens: int,
+        seats: int = 1,
     ) -> None:
-        """A leg is about to be opened. ``InternalError`` for one that is there already."""
+        """A leg is about to be opened. ``InternalError`` for one that is there already.
+
+        ``seats`` is how many sequences it will run, one per choice.
+        """
         book = self._books[worker_id]
         if ticket_id in book.entries:
             raise InternalError(f"{ticket_id} was dispatched to {worker_id} twice")
-        book.entries[ticket_id] = Entry(pages, prompt_tokens)
+        book.entries[ticket_id] = Entry(pages, prompt_tokens, seats)
         book.own_pages += pages
+        book.fresh_pages += pages
+        book.own_seats += seats
         book.fresh_tokens += prompt_tokens
 
     def prompt_computed(self, ticket_id: TicketId, worker_id: str) -> None:
@@ -127,6 +144,11 @@ class Ledger:
         if book is not None and entry is not None:
             book._finished(entry)
             book.own_pages -= entry.pages
+            book.own_seats -= entry.seats
+            if entry.reports:
+                book.ended_pages += entry.pages
+            else:
+                book.fresh_pages -= entry.pages
 
     def report(self, worker_id: str, load: WorkerLoad) -> None:
         """A worker's heartbeat."""
@@ -134,10 +156,10 @@ class Ledger:
         if book is None:
             return
         book.load = load
-        in_use = max(load.total_pages - load.free_pages, 0)
-        book.foreign_pages = max(in_use - book.own_pages, 0)
+        book.reported_pages = max(load.total_pages - load.free_pages, 0)
+        book.fresh_pages = book.ended_pages = 0
         seats = load.running + load.waiting + load.transferring
-        book.foreign_seats = max(seats - len(book.entries), 0)
+        book.foreign_seats = max(seats - book.own_seats, 0)
         book.ended_tokens = 0
         for entry in book.entries.values():
             entry.reports += 1
@@ -170,8 +192,11 @@ class Ledger:
                 for entry in book.entries.values()
                 if entry.reports < REPORTS_TO_COVER
             )
-            if pages != book.own_pages or fresh != book.fresh_tokens:
+            seats = sum(entry.seats for entry in book.entries.values())
+            new = sum(entry.pages for entry in book.entries.values() if not entry.reports)
+            said = (book.own_pages, book.fresh_tokens, book.own_seats, book.fresh_pages)
+            if said != (pages, fresh, seats, new):
                 raise InternalError(
-                    f"ledger of {worker_id}: {book.own_pages} pages and {book.fresh_tokens} fresh "
-                    f"tokens, but its entries have {pages} and {fresh}"
+                    f"ledger of {worker_id}: pages, fresh tokens, seats and fresh pages are "
+                    f"{said}, but its entries have {(pages, fresh, seats, new)}"
                 )

@@ -5,7 +5,7 @@ the ledger: no clock, no I/O, no memory of its own. Every "no" carries a sentenc
 read and the numbers behind it.
 
 The rule now is the least predicted load in tokens: a prefill worker by the prompt tokens it has
-not computed, a decode worker by the pages it has reserved, a worker that has to do both by its
+not computed, a decode worker by the pages in use there, a worker that has to do both by its
 uncomputed prompts first. Measured costs, prefix affinity and the ``auto`` mode come later and
 change only the keys by which the candidates are ranked.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.config import TandemConfig
-from protocol.errors import ErrorInfo, NeverFits, Unavailable
+from protocol.errors import ErrorInfo, InvalidArgument, NeverFits, Unavailable
 from protocol.types import Mode, Request, Role, WorkerInfo
 from router.ledger import Book, Ledger
 
@@ -30,7 +30,7 @@ class Route:
 
     receiver: WorkerInfo
     sender: WorkerInfo | None
-    pages: int  # that the receiver reserves
+    pages: int  # that the receiver takes at once
     reason: str
     fallback: str = ""
 
@@ -57,7 +57,7 @@ def choose(request: Request, ledger: Ledger, config: TandemConfig) -> Route | Wa
             "no decode worker is ready", retry_after_s=max(config.timing.peer_dead_s, 1.0)
         )
         return Reject(error.info())
-    fitting = [book for book in receivers if pages_for(request, book) <= book.info.total_pages]
+    fitting = [book for book in receivers if _ever_fits(request, book)]
     if not fitting:
         return Reject(_never_fits(request, receivers))
     able = [book for book in fitting if _can_reserve(request, book)]
@@ -72,12 +72,12 @@ def choose(request: Request, ledger: Ledger, config: TandemConfig) -> Route | Wa
     else:
         reason = (
             f"{sender.info.worker_id} has {sender.queued_tokens} prompt tokens queued, "
-            f"{where} {receiver.used_pages} of {receiver.info.total_pages} pages reserved"
+            f"{where} {receiver.used_pages} of {receiver.info.total_pages} pages in use"
         )
     return Route(
         receiver.info,
         None if sender is None else sender.info,
-        pages_for(request, receiver),
+        pages_at_once(request, receiver),
         reason,
         fallback,
     )
@@ -95,18 +95,35 @@ def order_key(request: Request, arrival: float, ledger: Ledger, config: TandemCo
     return arrival + max(target - ledger.predicted_prefill_s(len(request.prompt)), 0.0)
 
 
-def pages_for(request: Request, book: Book) -> int:
-    """Pages this worker would reserve: prompt and the longest answer."""
-    n_tokens = len(request.prompt) + request.sampling.max_tokens
-    return book.info.model.geometry.pages_for(n_tokens)
+def pages_at_once(request: Request, book: Book) -> int:
+    """Pages that this worker takes before the first token: the prompt, and one per further choice.
+
+    Answers grow page by page; how much room they are left is the worker's decision
+    (``decode_worker.memory``), and the router's must not be stricter.
+    """
+    return book.info.model.geometry.pages_for(len(request.prompt)) + request.n_choices - 1
+
+
+def pages_at_most(request: Request, book: Book) -> int:
+    """Pages of the request at its longest; its choices share the prompt's full pages."""
+    geometry, n_choices = book.info.model.geometry, request.n_choices
+    shared = len(request.prompt) // geometry.page_size if n_choices > 1 else 0
+    longest = geometry.pages_for(len(request.prompt) + request.sampling.max_tokens)
+    return shared + n_choices * (longest - shared)
+
+
+def _ever_fits(request: Request, book: Book) -> bool:
+    if request.n_choices > book.info.max_num_seqs:
+        return False
+    return pages_at_most(request, book) <= book.info.total_pages
 
 
 def _can_reserve(request: Request, book: Book) -> bool:
     # A sequence without a seat would have its first token and then stand still, so seats are
     # given out before any compute, not only pages.
-    if book.seats_taken >= book.info.max_num_seqs:
+    if book.seats_taken + request.n_choices > book.info.max_num_seqs:
         return False
-    return pages_for(request, book) <= book.free_pages
+    return pages_at_once(request, book) <= book.free_pages
 
 
 def _choose_sender(
@@ -145,15 +162,24 @@ def _who_is_full(request: Request, books: Sequence[Book]) -> str:
         f"{max(book.info.max_num_seqs - book.seats_taken, 0)} of {book.info.max_num_seqs} seats"
         for book in books
     )
-    return f"{pages_for(request, books[0])} pages and one seat are needed; free: {each}"
+    n = request.n_choices
+    seats = "one seat" if n == 1 else f"{n} seats"
+    return f"{pages_at_once(request, books[0])} pages and {seats} are needed; free: {each}"
 
 
 def _never_fits(request: Request, receivers: Sequence[Book]) -> ErrorInfo:
     largest = max(receivers, key=lambda book: book.info.total_pages)
+    most_seqs = max(book.info.max_num_seqs for book in receivers)
+    if request.n_choices > most_seqs:
+        return InvalidArgument(
+            f"{request.n_choices} choices; a decode worker runs {most_seqs} sequences at most",
+            field="n",
+        ).info()
     page_size = largest.info.model.geometry.page_size
+    choices = f", {request.n_choices} choices" if request.n_choices > 1 else ""
     return NeverFits(
         f"the prompt has {len(request.prompt)} tokens and max_tokens is "
-        f"{request.sampling.max_tokens}: together {pages_for(request, largest)} pages of "
-        f"{page_size} tokens; the largest decode worker has {largest.info.total_pages}",
+        f"{request.sampling.max_tokens}{choices}: together {pages_at_most(request, largest)} pages "
+        f"of {page_size} tokens; the largest decode worker has {largest.info.total_pages}",
         field="max_tokens",
     ).info()

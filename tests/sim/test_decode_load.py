@@ -124,7 +124,7 @@ def test_the_whole_table_of_the_reserve() -> None:
         cases = [(f"chat, max_tokens {m}", chat(150, m), 2000) for m in (256, 1024, 4096)]
         cases += [(f"long answers, {p} pages", long_answers(80), p) for p in (600, 2000)]
         for name, arrivals, pages in cases:
-            for host in (0, pages):
+            for host in (0, pages) if name.startswith("long") else (0,):
                 best = 0.0
                 mine = 0.0
                 for reserve in RESERVES:

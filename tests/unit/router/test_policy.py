@@ -70,8 +70,8 @@ def load(**kwargs: int) -> WorkerLoad:
 # --- choose ------------------------------------------------------------------------------------
 
 
-def test_a_pair_and_the_pages_of_prompt_and_longest_answer() -> None:
-    route = choose(request(20, 12), ledger(), CONFIG)
+def test_a_pair_and_the_pages_of_the_prompt() -> None:
+    route = choose(request(20, 900), ledger(), CONFIG)
     assert isinstance(route, Route) and route.sender is not None
     assert (route.sender.worker_id, route.receiver.worker_id) == ("prefill-0", "decode-0")
     assert route.pages == 2 and not route.fallback
@@ -142,6 +142,33 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
     assert isinstance(answer, Reject) and answer.error.reason == "NEVER_FITS"
     for number in ("1000", "25", "65 pages", "16 tokens", "64"):
         assert number in answer.error.message
+
+
+def test_choices_share_the_prompt_and_need_a_seat_each() -> None:
+    route = choose(request(100, 60, n_choices=3), ledger(), CONFIG)
+    assert isinstance(route, Route) and route.pages == 7 + 2
+    # 6 full pages are shared; each choice has 58 of its own, or 29
+    answer = choose(request(100, 924, n_choices=2), ledger(), CONFIG)
+    assert isinstance(answer, Reject) and "2 choices: together 122 pages" in answer.error.message
+    assert isinstance(choose(request(100, 460, n_choices=2), ledger(), CONFIG), Route)
+    book = ledger()
+    book.dispatch(TicketId("a"), "decode-0", pages=9, prompt_tokens=0, seats=6)
+    assert isinstance(choose(request(n_choices=2), book, CONFIG), Route)
+    answer = choose(request(n_choices=3), book, CONFIG)
+    assert isinstance(answer, Wait) and "3 seats are needed" in answer.reason
+    answer = choose(request(n_choices=9), book, CONFIG)
+    assert isinstance(answer, Reject) and answer.error.field == "n"
+    assert "9 choices" in answer.error.message and "8 sequences" in answer.error.message
+
+
+def test_shared_pages_count_as_the_worker_reports_them() -> None:
+    """Twenty prompts with one long beginning: the worker has room, so the router must not wait."""
+    book = ledger(1, 1, max_num_seqs=32)
+    for i in range(4):
+        book.dispatch(TicketId(f"q{i}"), "decode-0", pages=15, prompt_tokens=0)
+    assert isinstance(choose(request(200), book, CONFIG), Wait)
+    book.report("decode-0", load(free_pages=64 - 20, running=4))
+    assert isinstance(choose(request(200), book, CONFIG), Route)
 
 
 def test_full_pages_and_full_seats_mean_wait_with_the_numbers() -> None:
@@ -267,12 +294,12 @@ def test_the_ledger_balances_after_any_trace(data: st.DataObject) -> None:
         book.check_integrity()
         for entry in [*book.books(Role.DECODE), *book.books(Role.PREFILL)]:
             assert 0 <= entry.free_pages <= 64 and entry.queued_tokens >= 0
-            assert entry.own_pages <= 64 and len(entry.entries) <= 60
+            assert len(entry.entries) <= 60
     for ticket_id, names in live.items():
         for name in names:
             book.release(ticket_id, name)
     for entry in [*book.books(Role.DECODE), *book.books(Role.PREFILL)]:
-        assert not entry.entries and entry.own_pages == 0 and entry.fresh_tokens == 0
+        assert not entry.entries and entry.own_pages == entry.own_seats == entry.fresh_tokens == 0
 
 
 # --- queue -------------------------------------------------------------------------------------
