@@ -67,6 +67,16 @@ _STORED = {
 }
 
 
+def _compile(function: Callable[[int], None]) -> Any:
+    return cfunc(_SIGNATURE, cache=True)(function)
+
+
+@cache
+def _shared() -> tuple[Any, Any]:
+    """What is the same for every model."""
+    return _compile(make_store(_STAMP)), _compile(make_merge(_STAMP))
+
+
 @cache
 def compiled(group: int, dim: int, dtype: torch.dtype) -> Loops:
     """The functions for ``group`` query heads per KV head of ``dim`` numbers, stored as ``dtype``.
@@ -79,13 +89,9 @@ def compiled(group: int, dim: int, dtype: torch.dtype) -> Loops:
     if kind == simd.FLOAT16 and not _reads_halves():
         raise ConfigError("this processor has no instruction that reads float16")
     tile = (8, 3) if registers == 32 else (4, 3)
-    made = [
-        make_store(dim * simd.size(kind), _STAMP),
-        make_rows(group, dim, kind, width, registers // 2, ROW_BLOCK, _STAMP),
-        make_prompts(group, dim, kind, width, *tile, BLOCK, _STAMP),
-        make_merge(group, dim, _STAMP),
-    ]
-    functions: list[Any] = [cfunc(_SIGNATURE, cache=True)(function) for function in made]
+    store, merge = _shared()
+    rows = _compile(make_rows(group, dim, kind, width, registers // 2, ROW_BLOCK, _STAMP))
+    prompts = _compile(make_prompts(group, dim, kind, width, *tile, BLOCK, _STAMP))
     columns = tile[1] * width
 
     def scratch(kv_heads: int) -> int:
@@ -94,5 +100,5 @@ def compiled(group: int, dim: int, dtype: torch.dtype) -> Loops:
         a_block = columns * (2 * dim + BLOCK + tile[0] + 5) + 2 * BLOCK * dim
         return 4 * max(a_row, a_block) + 16 * (BLOCK + SPARE) + 16 * CACHE_LINE
 
-    store, rows, prompts, merge = (int(function.address) for function in functions)
-    return Loops(store, rows, prompts, merge, scratch, tuple(functions))
+    at = [int(function.address) for function in (store, rows, prompts, merge)]
+    return Loops(at[0], at[1], at[2], at[3], scratch, (store, rows, prompts, merge))

@@ -64,21 +64,20 @@ class NumbaAttention:
         cell = geometry.kv_heads * geometry.head_dim * number
         half = geometry.page_size * cell
         cells = cells_T(batch.page_T, batch.offset_T, geometry.layers, geometry.page_size) * cell
-        count_R = -(-batch.kv_len_R // geometry.page_size)
-        first_page_R = np.cumsum(count_R) - count_R
+        first_page_R = batch.first_page_R
         pieces, merges, n_partials = _pieces(batch, first_page_R, threads)
         many = np.flatnonzero(batch.q_len_R > 1)
         prompts = np.array(
             [batch.q_start_R[many], batch.q_len_R[many], batch.kv_len_R[many], first_page_R[many]]
         ).T
-        tables = (cells, pieces, prompts, merges, np.concatenate(batch.pages_R))
+        tables = (cells, pieces, prompts, merges, batch.table)
         tensors = [torch.from_numpy(np.ascontiguousarray(table)) for table in tables]
         at_cells, at_pieces, at_prompts, at_merges, at_pages = (x.data_ptr() for x in tensors)
         table = np.zeros(at.TABLE, np.int64)
         table[: at.CALL] = (
             *(0, 0, 0, 0, len(cells), at_cells, len(pieces), at_pieces, len(prompts), at_prompts),
             *(len(merges), at_merges, at_pages, geometry.page_size, 2 * geometry.layers * half),
-            *(half, geometry.kv_heads),
+            *(half, geometry.kv_heads, geometry.head_dim, geometry.head_dim * number),
         )
         return Plan([torch.from_numpy(table), *tensors], [n_partials, threads])
 
@@ -102,25 +101,27 @@ class NumbaAttention:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD.float(), k_TND, v_TND))
         out = torch.empty(q_THD.shape, dtype=torch.float32)
         own = -(-code.scratch(kv_heads) // at.CACHE_LINE) * at.CACHE_LINE
-        scratch = torch.empty(threads * own + at.CACHE_LINE, dtype=torch.uint8)
-        partials = torch.empty(n_partials * heads * (head_dim + 2), dtype=torch.float32)
-        settings = torch.tensor([call.scale, call.softcap], dtype=torch.float32)
+        partials = n_partials * heads * (head_dim + 2) * 4
+        scratch = torch.empty(threads * own + at.CACHE_LINE + partials, dtype=torch.uint8)
+        at_scratch = -(-scratch.data_ptr() // at.CACHE_LINE) * at.CACHE_LINE
         sinks = None if call.sinks_H is None else call.sinks_H.float().contiguous()
-        number, number_q = kv.element_size(), 4
+        number = kv.element_size()
         table_tensor = plan.tensors[0].clone()
         table = table_tensor.numpy()
-        at_settings = settings.data_ptr()
         table[at.CALL :] = (
             kv.data_ptr() + call.layer * kv.stride(1) * number,
             call.window,
-            at_settings + number_q if call.softcap else 0,
-            at_settings,
+            0,
+            0,
             0 if sinks is None else sinks.data_ptr(),
-            *(q.data_ptr(), number_q * q.stride(0), number_q * q.stride(1), out.data_ptr()),
-            *(-(-scratch.data_ptr() // at.CACHE_LINE) * at.CACHE_LINE, own, partials.data_ptr()),
+            heads,
+            *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1), out.data_ptr()),
+            *(at_scratch, own, at_scratch + threads * own),
             *(k.data_ptr(), number * k.stride(0), number * k.stride(1)),
             *(v.data_ptr(), number * v.stride(0), number * v.stride(1)),
         )
+        floats = table.view(np.float32)
+        floats[2 * at.CAP], floats[2 * at.SCALE] = call.softcap, call.scale
         address = table_tensor.data_ptr()
         _call(code.store, address)
         if table[at.N_PIECES]:

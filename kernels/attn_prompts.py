@@ -30,7 +30,7 @@ def make_prompts(
         me = take(table + 8 * at.PROMPT_THREADS)
         kv_heads = get_int(table, at.KV_HEADS)
         heads = kv_heads * GROUP
-        scale = get_float(get_int(table, at.SCALE), 0)
+        scale = get_float(table, 2 * at.SCALE)
         keys, to_values = get_int(table, at.KEYS), get_int(table, at.TO_VALUES)
         window = get_int(table, at.WINDOW)
         offsets = get_int(table, at.SCRATCH) + me * get_int(table, at.SCRATCH_STRIDE)
@@ -101,8 +101,8 @@ def make_prompts(
                             ROWS, 1, DIM, WIDTH, query, key, cells + 8 * p,
                             logits + p * STRIDE, STRIDE,
                         )  # fmt: skip
-                if get_int(table, at.CAP):
-                    cap_line(WIDTH, logits, n * COLUMNS, get_int(table, at.CAP))
+                if get_float(table, 2 * at.CAP) > 0:
+                    cap_line(WIDTH, logits, n * COLUMNS, table + 8 * at.CAP)
                 whole = position + n - 1 <= earliest
                 whole = whole and (window == 0 or position > last_seen - window)
                 if whole:

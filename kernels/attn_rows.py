@@ -2,7 +2,8 @@
 
 This file owns the walk over the context of decode rows. It must never read a cell outside the
 positions that a piece names (freed pages may hold NaN), never take the GIL, never allocate.
-Each factory makes a Python function for numba; names in capitals are compile-time constants.
+Names in capitals are compile-time constants; STAMP tells
+numba's disk cache which version of the other files the code was built from.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from kernels.attn_simd import LOWEST, cap_line, dot_rows, soften_line, weigh_row
 from kernels.simd import copy, get_float, get_int, set_float, set_int, take
 
 
-def make_store(NUMBERS: int, STAMP: int) -> Callable[[int], None]:
-    """Copy the new tokens' keys and values into their cells. NUMBERS: bytes of one head."""
+def make_store(STAMP: int) -> Callable[[int], None]:
+    """Copy the new tokens' keys and values into their cells."""
 
     def store(table: int) -> None:
-        heads, to_values = get_int(table, at.KV_HEADS), get_int(table, at.TO_VALUES)
+        heads, n_bytes = get_int(table, at.KV_HEADS), get_int(table, at.HEAD_BYTES)
+        to_values = get_int(table, at.TO_VALUES)
         for t in range(get_int(table, at.N_TOKENS) if STAMP else 0):
             cell = get_int(table, at.KEYS) + get_int(get_int(table, at.CELLS), t)
             key = get_int(table, at.K) + t * get_int(table, at.K_TOKEN)
             value = get_int(table, at.V) + t * get_int(table, at.V_TOKEN)
             for n in range(heads):
-                copy(cell, key + n * get_int(table, at.K_HEAD), NUMBERS)
-                copy(cell + to_values, value + n * get_int(table, at.V_HEAD), NUMBERS)
-                cell += NUMBERS
+                copy(cell, key + n * get_int(table, at.K_HEAD), n_bytes)
+                copy(cell + to_values, value + n * get_int(table, at.V_HEAD), n_bytes)
+                cell += n_bytes
 
     return store
 
@@ -49,7 +51,7 @@ def make_rows(
         me = take(table + 8 * at.ROW_THREADS)
         kv_heads, window = get_int(table, at.KV_HEADS), get_int(table, at.WINDOW)
         heads = kv_heads * GROUP
-        scale = get_float(get_int(table, at.SCALE), 0)
+        scale = get_float(table, 2 * at.SCALE)
         keys, values = (
             get_int(table, at.KEYS),
             get_int(table, at.KEYS) + get_int(table, at.TO_VALUES),
@@ -101,8 +103,8 @@ def make_rows(
                     GROUP, DIM, WIDTH, KIND, kv_heads, query, keys, offsets, following, n, logits,
                     LINE,
                 )  # fmt: skip
-                if get_int(table, at.CAP):
-                    cap_line(WIDTH, logits, heads * BLOCK, get_int(table, at.CAP))
+                if get_float(table, 2 * at.CAP) > 0:
+                    cap_line(WIDTH, logits, heads * BLOCK, table + 8 * at.CAP)
                 for h in range(heads):
                     soften_line(
                         BLOCK, WIDTH, logits + h * LINE, n, most + 4 * h, total + 4 * h,
@@ -130,32 +132,32 @@ def make_rows(
     return rows
 
 
-def make_merge(GROUP: int, DIM: int, STAMP: int) -> Callable[[int], None]:
+def make_merge(STAMP: int) -> Callable[[int], None]:
     """Join the partial results of rows that were cut."""
 
     def merge(table: int) -> None:
-        heads = get_int(table, at.KV_HEADS) * GROUP
-        size = 4 * (DIM + 2)
+        heads, dim = get_int(table, at.HEADS), get_int(table, at.DIM)
+        size = 4 * (dim + 2)
         for m in range(get_int(table, at.N_MERGES) if STAMP else 0):
             own = get_int(table, at.MERGES) + 8 * at.MERGE * m
             token, first, count = get_int(own, 0), get_int(own, 1), get_int(own, 2)
             for h in range(heads):
                 part = get_int(table, at.PARTIALS) + (first * heads + h) * size
-                out = get_int(table, at.OUT) + (token * heads + h) * 4 * DIM
-                most = get_float(part, DIM)
+                out = get_int(table, at.OUT) + (token * heads + h) * 4 * dim
+                most = get_float(part, dim)
                 for i in range(1, count):
-                    most = max(most, get_float(part + i * heads * size, DIM))
+                    most = max(most, get_float(part + i * heads * size, dim))
                 total = 0.0
-                for d in range(DIM):
+                for d in range(dim):
                     set_float(out, d, 0.0)
                 for i in range(count):
                     line = part + i * heads * size
-                    by = math.exp(get_float(line, DIM) - most)
-                    total += get_float(line, DIM + 1) * by
-                    for d in range(DIM):
+                    by = math.exp(get_float(line, dim) - most)
+                    total += get_float(line, dim + 1) * by
+                    for d in range(dim):
                         set_float(out, d, get_float(out, d) + get_float(line, d) * by)
                 by = at.share(most, total, get_int(table, at.SINKS), h)
-                for d in range(DIM):
+                for d in range(dim):
                     set_float(out, d, get_float(out, d) * by)
 
     return merge

@@ -14,15 +14,15 @@ from numba import njit
 from kernels.simd import get_float, get_int, set_int
 
 # Places in the table: counters and what holds for the step, then what one layer adds. Addresses and
-# strides in bytes; floats are fp32.
+# strides in bytes; CAP and SCALE are fp32 in the first half of their place.
 NEXT_PIECE, ROW_THREADS, NEXT_BLOCK, PROMPT_THREADS, N_TOKENS, CELLS = range(6)
 N_PIECES, PIECES, N_PROMPTS, PROMPTS, N_MERGES, MERGES, PAGES, PAGE_SIZE = range(6, 14)
-PAGE_STRIDE, TO_VALUES, KV_HEADS = range(14, 17)
-CALL = 17
-KEYS, WINDOW, CAP, SCALE, SINKS = range(17, 22)
-Q, Q_TOKEN, Q_HEAD, OUT, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(22, 29)
-K, K_TOKEN, K_HEAD, V, V_TOKEN, V_HEAD = range(29, 35)
-TABLE = 35
+PAGE_STRIDE, TO_VALUES, KV_HEADS, DIM, HEAD_BYTES = range(14, 19)
+CALL = 19  # the first place that a layer fills
+KEYS, WINDOW, CAP, SCALE, SINKS, HEADS = range(19, 25)
+Q, Q_TOKEN, Q_HEAD, OUT, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(25, 32)
+K, K_TOKEN, K_HEAD, V, V_TOKEN, V_HEAD = range(32, 38)
+TABLE = 38
 
 # Token, its first place in PAGES, positions from, to, all; partial result (-1: here is all).
 PIECE = 6
