@@ -10,13 +10,12 @@ Shape suffixes: S rows of logits, V vocabulary, Q draws, L logprobs asked for, K
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
-from numpy import float32, float64, int32, int64
+from numpy import float32, float64, int32, int64, uint32
 
 from kernels.cuts import ROOM, candidates, floor_of, least_of_largest
 from kernels.draw_loops import (
@@ -32,20 +31,27 @@ from kernels.draw_loops import (
     ordered,
     value_of,
 )
-from kernels.settings import NOT_FINITE, NOTHING_LEFT, OK, SPOILED, Settings
+from kernels.edits import Edits
+from kernels.settings import NOT_FINITE, NOTHING_LEFT, SPOILED, Settings
 
 
 def draw_tokens(
-    logits_SV: torch.Tensor, row_Q: np.ndarray, settings: Settings, edited: bool
+    logits_SV: torch.Tensor, row_Q: np.ndarray, settings: Settings, edits: Edits | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``draw_torch.draw_tokens``."""
-    token_Q = np.empty(len(row_Q), dtype=np.int64)
-    status_Q = np.empty(len(row_Q), dtype=np.int64)
-    s = settings
-    _draw_rows(
-        logits_SV.contiguous().numpy(), row_Q, s.temperature_Q, s.top_k_Q, s.top_p_Q, s.min_p_Q,
-        s.key_Q, edited, token_Q, status_Q,
-    )  # fmt: skip
+    token_Q = np.zeros(len(row_Q), dtype=np.int64)
+    status_Q = np.zeros(len(row_Q), dtype=np.int64)
+    x_SV, s = logits_SV.contiguous().numpy(), settings
+    how = (s.temperature_Q, s.top_k_Q, s.top_p_Q, s.min_p_Q, s.key_Q)
+    if edits is None:
+        _draw_rows(x_SV, row_Q, *how, token_Q, status_Q)
+    else:
+        d = edits
+        _draw_edited_rows(
+            x_SV, row_Q, *how, d.seen_begin_E, d.seen_N, d.count_N, d.repetition_E,
+            d.frequency_E, d.presence_E, d.bias_begin_E, d.biased_N, d.bias_N, d.ban_begin_E,
+            d.banned_N, d.mask_E, d.mask_GW, token_Q, status_Q,
+        )  # fmt: skip
     return torch.from_numpy(token_Q), torch.from_numpy(status_Q)
 
 
@@ -59,6 +65,28 @@ def read_logprobs(
 
 
 @njit(nogil=True, cache=True)
+def _draw_row(
+    x_V: Any,
+    top_N: Any,
+    top: Any,
+    temperature: Any,
+    k: Any,
+    p: Any,
+    min_p: Any,
+    key: Any,
+    room: Any,
+) -> Any:
+    """The token of a row whose largest logit, ordered, is finite."""
+    if temperature == 0.0:
+        return first_of(x_V, top_N, top)
+    per_t = float32(1.0 / temperature)
+    floor = max(
+        floor_of(x_V, top_N, top, per_t, k, p, min_p, room), int32(MINUS_INFINITY + int32(1))
+    )
+    return draw(x_V, top_N, top, per_t, floor, key)
+
+
+@njit(nogil=True, cache=True)
 def _draw_rows(
     x_SV: Any,
     row_Q: Any,
@@ -67,35 +95,90 @@ def _draw_rows(
     top_p_Q: Any,
     min_p_Q: Any,
     key_Q: Any,
-    edited: Any,
     token_Q: Any,
     status_Q: Any,
 ) -> None:
-    vocab = x_SV.shape[1]
-    top_N = np.empty((vocab + BLOCK - 1) // BLOCK, dtype=np.int32)
+    top_N = np.empty((x_SV.shape[1] + BLOCK - 1) // BLOCK, dtype=np.int32)
     room_K = np.empty(ROOM, dtype=np.int64)
     for q in range(len(row_Q)):
         x_V = x_SV[row_Q[q]]
-        token_Q[q] = 0
         top, magnitude = maxima(x_V, top_N)
-        if edited:
-            if top == MINUS_INFINITY:
-                status_Q[q] = NOTHING_LEFT
-                continue
-            if magnitude > INFINITY or top >= INFINITY:
-                status_Q[q] = SPOILED
-                continue
-        elif magnitude >= INFINITY:
+        if magnitude >= INFINITY:
             status_Q[q] = NOT_FINITE
             continue
-        status_Q[q] = OK
-        if temperature_Q[q] == 0.0:
-            token_Q[q] = first_of(x_V, top_N, top)
+        token_Q[q] = _draw_row(
+            x_V, top_N, top, temperature_Q[q], top_k_Q[q], top_p_Q[q], min_p_Q[q], key_Q[q], room_K
+        )
+
+
+@njit(nogil=True, cache=True)
+def _draw_edited_rows(
+    x_SV: Any,
+    row_Q: Any,
+    temperature_Q: Any,
+    top_k_Q: Any,
+    top_p_Q: Any,
+    min_p_Q: Any,
+    key_Q: Any,
+    seen_begin_E: Any,
+    seen_N: Any,
+    count_N: Any,
+    repetition_E: Any,
+    frequency_E: Any,
+    presence_E: Any,
+    bias_begin_E: Any,
+    biased_N: Any,
+    bias_N: Any,
+    ban_begin_E: Any,
+    banned_N: Any,
+    mask_E: Any,
+    mask_GW: Any,
+    token_Q: Any,
+    status_Q: Any,
+) -> None:
+    """Each row is edited in one copy that stays in the cache."""
+    vocab = x_SV.shape[1]
+    top_N = np.empty((vocab + BLOCK - 1) // BLOCK, dtype=np.int32)
+    room_K = np.empty(ROOM, dtype=np.int64)
+    x_V = np.empty(vocab, dtype=np.float32)
+    for q in range(len(row_Q)):
+        top, magnitude = maxima(x_SV[row_Q[q]], top_N)
+        if magnitude >= INFINITY:
+            status_Q[q] = NOT_FINITE
+            continue
+        for j in range(vocab):
+            x_V[j] = x_SV[row_Q[q], j]
+        for n in range(seen_begin_E[q], seen_begin_E[q + 1]):
+            x = x_V[seen_N[n]]
+            x = x / repetition_E[q] if x > 0 else x * repetition_E[q]
+            x -= frequency_E[q] * count_N[n]
+            x_V[seen_N[n]] = x - presence_E[q] if count_N[n] > 0 else x
+        for n in range(bias_begin_E[q], bias_begin_E[q + 1]):
+            x_V[biased_N[n]] += bias_N[n]
+        for n in range(ban_begin_E[q], ban_begin_E[q + 1]):
+            x_V[banned_N[n]] = -math.inf
+        if mask_E[q] >= 0:
+            _mask(x_V, mask_GW[mask_E[q]])
+        top, magnitude = maxima(x_V, top_N)
+        if top == MINUS_INFINITY:
+            status_Q[q] = NOTHING_LEFT
+        elif magnitude > INFINITY or top >= INFINITY:
+            status_Q[q] = SPOILED
         else:
-            per_t = float32(1.0 / temperature_Q[q])
-            floor = floor_of(x_V, top_N, top, per_t, top_k_Q[q], top_p_Q[q], min_p_Q[q], room_K)
-            floor = max(floor, int32(MINUS_INFINITY + int32(1)))
-            token_Q[q] = draw(x_V, top_N, top, per_t, floor, key_Q[q])
+            token_Q[q] = _draw_row(
+                x_V, top_N, top, temperature_Q[q], top_k_Q[q], top_p_Q[q], min_p_Q[q], key_Q[q],
+                room_K,
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _mask(x_V: Any, mask_W: Any) -> None:
+    """Minus infinity where the bit is not set (low bits first)."""
+    for w in range((len(x_V) + 31) // 32):
+        word = mask_W[w]
+        for j in range(32 * w, min(len(x_V), 32 * w + 32)):
+            if (word >> uint32(j & 31)) & uint32(1) == 0:
+                x_V[j] = -math.inf
 
 
 @njit(nogil=True, cache=True)
@@ -123,20 +206,3 @@ def _logprob_rows(x_SV: Any, row_L: Any, token_L: Any, k: Any, out: Any) -> None
                 token = int64(0xFFFFFFFF) - (found_K[i] & int64(0xFFFFFFFF))
                 out[n, 2 + i] = float64(token)
                 out[n, 2 + k + i] = float64(x_V[token]) - log_sum
-
-
-def mask_(logits_EV: torch.Tensor, rows: Sequence[int], bits_GW: np.ndarray) -> None:
-    """As ``draw_torch.mask_``."""
-    _mask_rows(logits_EV.numpy(), np.array(rows, dtype=np.int64), bits_GW)
-
-
-@njit(nogil=True, cache=True)
-def _mask_rows(x_EV: Any, row_G: Any, bits_GW: Any) -> None:
-    for g in range(len(row_G)):
-        x_V, bits_W = x_EV[row_G[g]], bits_GW[g]
-        for w in range((len(x_V) + 31) // 32):
-            word = bits_W[w]
-            if word != 0xFFFFFFFF:
-                for j in range(32 * w, min(len(x_V), 32 * w + 32)):
-                    if word >> (j & 31) & 1 == 0:
-                        x_V[j] = -math.inf

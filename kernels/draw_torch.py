@@ -8,34 +8,35 @@ Shape suffixes: S rows of logits, V vocabulary, Q draws, L logprobs asked for, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
+from kernels.edits import Edits
 from kernels.noise import gumbel
-from kernels.settings import NOT_FINITE, NOTHING_LEFT, SPOILED, Settings
+from kernels.settings import NOT_FINITE, NOTHING_LEFT, OK, SPOILED, Settings
 
 
 def draw_tokens(
-    logits_SV: torch.Tensor, row_Q: np.ndarray, settings: Settings, edited: bool
+    logits_SV: torch.Tensor, row_Q: np.ndarray, settings: Settings, edits: Edits | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The token and the status of each draw, int64 ``[Q]``, on the logits' device.
 
-    ``logits_SV`` is float32. ``edited`` logits may hold minus infinity. A token whose status is
-    not ``OK`` means nothing.
+    ``logits_SV`` is float32 and not written to: draws with ``edits`` are made from copies. A token
+    whose status is not ``OK`` means nothing.
     """
     logits_QV = logits_SV
-    if not np.array_equal(row_Q, np.arange(len(logits_SV))):
+    if edits is not None or not np.array_equal(row_Q, np.arange(len(logits_SV))):
         logits_QV = logits_SV[to_device(row_Q, logits_SV.device)]
+    # A sum is finite only if its terms are; a mean does not overflow.
+    mean_Q = logits_QV.mul(1.0 / logits_QV.shape[1]).sum(dim=-1)
+    status_Q = torch.where(torch.isfinite(mean_Q), OK, NOT_FINITE)
+    if edits is not None:
+        edit_(logits_QV, edits)
+        top_Q = logits_QV.amax(dim=-1)  # NaN if there is one
+        after_Q = torch.where(torch.isfinite(top_Q), OK, SPOILED)
+        after_Q = after_Q.masked_fill(torch.isneginf(top_Q), NOTHING_LEFT)
+        status_Q = torch.where(status_Q == OK, after_Q, status_Q)
     token_Q = logits_QV.argmax(dim=-1)
-    top_Q = logits_QV.amax(dim=-1)  # NaN if there is one
-    if edited:
-        status_Q = torch.where(torch.isfinite(top_Q), 0, SPOILED)
-        status_Q = status_Q.masked_fill(torch.isneginf(top_Q), NOTHING_LEFT)
-    else:  # a sum is finite only if its terms are, and if it does not overflow
-        mean_Q = logits_QV.mul(1.0 / logits_QV.shape[1]).sum(dim=-1)
-        status_Q = torch.where(torch.isfinite(mean_Q), 0, NOT_FINITE)
     random = np.flatnonzero(settings.random_Q)
     if len(random) == len(row_Q):
         token_Q = _scores(logits_QV, settings, random).argmax(dim=-1)
@@ -43,6 +44,32 @@ def draw_tokens(
         at = to_device(random, logits_SV.device)
         token_Q[at] = _scores(logits_QV[at], settings, random).argmax(dim=-1)
     return token_Q, status_Q
+
+
+def edit_(logits_EV: torch.Tensor, edits: Edits) -> None:
+    """Carry out ``edits`` in their order, each as one operation over the batch's entries."""
+    device, flat = logits_EV.device, logits_EV.view(-1)
+    if len(edits.seen_N):
+        n_E = np.diff(edits.seen_begin_E)
+        less_N = np.repeat(edits.frequency_E, n_E) * edits.count_N
+        less_N += np.repeat(edits.presence_E, n_E) * (edits.count_N > 0)
+        places_N = _places(logits_EV, edits.seen_begin_E, edits.seen_N)
+        factor_N = to_device(np.repeat(edits.repetition_E, n_E), device)
+        some_N = flat[places_N]
+        some_N = torch.where(some_N > 0, some_N / factor_N, some_N * factor_N)
+        flat[places_N] = some_N - to_device(less_N, device)
+    if len(edits.biased_N):
+        places_N = _places(logits_EV, edits.bias_begin_E, edits.biased_N)
+        flat.index_put_((places_N,), to_device(edits.bias_N, device), accumulate=True)
+    if len(edits.banned_N):
+        places_N = _places(logits_EV, edits.ban_begin_E, edits.banned_N)
+        flat.index_fill_(0, places_N, float("-inf"))
+    if len(edits.mask_GW):
+        words_GW = to_device(edits.mask_GW.view(np.int32), device)
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        allowed_GV = ((words_GW[:, :, None] >> shifts) & 1).flatten(1)[:, : logits_EV.shape[1]]
+        at = to_device(np.flatnonzero(edits.mask_E >= 0), device)
+        logits_EV[at] = logits_EV[at].masked_fill(allowed_GV == 0, float("-inf"))
 
 
 def read_logprobs(
@@ -63,22 +90,18 @@ def read_logprobs(
     return torch.cat(columns, dim=-1)
 
 
-def mask_(logits_EV: torch.Tensor, rows: Sequence[int], bits_GW: np.ndarray) -> None:
-    """Minus infinity in each of ``rows`` where its bit (uint32 words, lowest first) is not set."""
-    vocab, device = logits_EV.shape[1], logits_EV.device
-    words_GW = to_device(bits_GW.view(np.int32), device)
-    shifts = torch.arange(32, dtype=torch.int32, device=device)
-    open_GV = ((words_GW[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab] != 0
-    at = to_device(np.array(rows, dtype=np.int64), device)
-    logits_EV[at] = logits_EV[at].masked_fill(~open_GV, float("-inf"))
-
-
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A small array on the device, without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def _places(logits_EV: torch.Tensor, begin_E: np.ndarray, ids_N: np.ndarray) -> torch.Tensor:
+    """Where each row's tokens are in the flattened logits."""
+    rows_N = np.repeat(np.arange(len(logits_EV)), np.diff(begin_E))
+    return to_device(rows_N * logits_EV.shape[1] + ids_N, logits_EV.device)
 
 
 def _scores(logits_QV: torch.Tensor, settings: Settings, random: np.ndarray) -> torch.Tensor:

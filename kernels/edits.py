@@ -1,26 +1,67 @@
-"""Edits of the logits before a token is drawn: penalties, bias, tokens that may not come yet.
+"""Edits of the logits before a token is drawn: penalties, bias, tokens that may not come.
 
-This file owns their order (penalties, ``logit_bias``, ``min_tokens``; a grammar's mask is
-``grammar_mask``'s) and their arithmetic. Each edit is one tensor operation over the batch's
-(row, token, value) entries; only rows that ask for one take part. It must never change logits that
-others read: the caller hands in a copy.
+This file owns which edits a draw asks for and their order: repetition, frequency and presence
+penalties, ``logit_bias``, ``min_tokens``, the grammar's mask. A batch's edits are data (one list of
+token entries per kind, cut into rows), so that each backend carries them out in its own way. It
+must never touch logits.
 
-Shape suffixes: E edited rows, V vocabulary, N entries.
+Shape suffixes: E edited draws, N entries, G masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 
-from kernels.draw_torch import to_device
 from kernels.sequence_state import TokenCounts
 from kernels.settings import Draw
-from protocol.errors import InvalidArgument
+from protocol.errors import InternalError, InvalidArgument
 from protocol.types import SamplingParams
+
+_NO_IDS = np.empty(0, dtype=np.int64)
+_NO_VALUES = np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One draw's edits; parts that it does not ask for are empty.
+
+    ``counts`` are its tokens for the penalties, ``mask`` has one bit per token, uint32 words.
+    ``may_end`` False: its end tokens and stop tokens may not come.
+    """
+
+    draw: Draw
+    counts: TokenCounts | None = None
+    mask: np.ndarray | None = None
+    may_end: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """The edits of E draws. Entries of row e are ``begin[e] .. begin[e + 1] - 1``.
+
+    Penalties change the logit x of token ``seen_N``, which occurred ``count_N`` times in the
+    answer: x / repetition if positive, else x * repetition (Keskar et al., 2019, CTRL); then less
+    count * frequency, and less presence if it occurred. Then ``bias_N`` is added to ``biased_N``;
+    ``banned_N`` and what the mask leaves out become minus infinity. All ids are in the vocabulary.
+    """
+
+    seen_begin_E: np.ndarray
+    seen_N: np.ndarray
+    count_N: np.ndarray
+    repetition_E: np.ndarray
+    frequency_E: np.ndarray
+    presence_E: np.ndarray
+    bias_begin_E: np.ndarray
+    biased_N: np.ndarray
+    bias_N: np.ndarray
+    ban_begin_E: np.ndarray
+    banned_N: np.ndarray
+    mask_E: np.ndarray  # which mask, -1 for none
+    mask_GW: np.ndarray  # uint32
 
 
 def penalised(params: SamplingParams) -> bool:
@@ -58,69 +99,54 @@ def check_bias(params: SamplingParams, vocab_size: int) -> None:
         )
 
 
-def penalise_(logits_EV: torch.Tensor, rows: Sequence[tuple[int, Draw, TokenCounts]]) -> None:
-    """Repetition, then frequency and presence penalties.
+def collect(edits: Sequence[Edit], vocab_size: int, eos_token_ids: tuple[int, ...]) -> Edits:
+    """The batch's edits as arrays. Biases must have been checked.
 
-    Repetition divides a positive and multiplies a negative logit of every token that occurred
-    (Keskar et al., 2019, CTRL); the others subtract, per occurrence in the answer and once.
+    Raises ``InternalError`` for a history with a token outside the vocabulary.
     """
-    if not rows:
-        return
-    lengths = [len(counts.ids) for _, _, counts in rows]
+    params = [e.draw.params for e in edits]
+    seen = [_NO_IDS if e.counts is None else e.counts.ids for e in edits]
+    seen_N = np.concatenate(seen)
+    if len(seen_N) and not 0 <= seen_N.min() <= seen_N.max() < vocab_size:
+        raise InternalError(f"a token id outside 0..{vocab_size - 1} in a history")
+    counts = [_NO_VALUES if e.counts is None else e.counts.counts for e in edits]
+    biases = [_bias(p.logit_bias) for p in params]
+    bans = [_NO_IDS if e.may_end else _ends(e.draw, vocab_size, eos_token_ids) for e in edits]
+    masks = [e.mask for e in edits if e.mask is not None]
+    has_mask = np.array([e.mask is not None for e in edits])
+    return Edits(
+        seen_begin_E=_begins(seen),
+        seen_N=seen_N,
+        count_N=np.concatenate(counts),
+        repetition_E=np.array([p.repetition_penalty for p in params], dtype=np.float32),
+        frequency_E=np.array([p.frequency_penalty for p in params], dtype=np.float32),
+        presence_E=np.array([p.presence_penalty for p in params], dtype=np.float32),
+        bias_begin_E=_begins([ids for ids, _ in biases]),
+        biased_N=np.concatenate([ids for ids, _ in biases]),
+        bias_N=np.concatenate([values for _, values in biases]),
+        ban_begin_E=_begins(bans),
+        banned_N=np.concatenate(bans),
+        mask_E=np.where(has_mask, np.cumsum(has_mask) - 1, -1),
+        mask_GW=np.stack(masks) if masks else np.empty((0, 1), dtype=np.uint32),
+    )
 
-    def column(values: list[float]) -> np.ndarray:
-        return np.repeat(np.array(values, dtype=np.float32), lengths)
 
-    counts_N = np.concatenate([counts.counts for _, _, counts in rows])
-    less_N = column([d.params.frequency_penalty for _, d, _ in rows]) * counts_N
-    less_N += column([d.params.presence_penalty for _, d, _ in rows]) * (counts_N > 0)
-    places_N = _places(logits_EV, [e for e, _, _ in rows], [c.ids for _, _, c in rows])
-    factor_N = to_device(column([d.params.repetition_penalty for _, d, _ in rows]), places_N.device)
-    flat = logits_EV.view(-1)
-    some_N = flat[places_N]
-    some_N = torch.where(some_N > 0, some_N / factor_N, some_N * factor_N)
-    flat[places_N] = some_N - to_device(less_N, places_N.device)
-
-
-def add_bias_(logits_EV: torch.Tensor, rows: Sequence[tuple[int, Draw]]) -> None:
-    """Add each row's ``logit_bias``."""
-    some = [(e, *_bias(d.params.logit_bias)) for e, d in rows if d.params.logit_bias]
-    if some:
-        places_N = _places(logits_EV, [e for e, _, _ in some], [ids for _, ids, _ in some])
-        values_N = to_device(np.concatenate([v for _, _, v in some]), places_N.device)
-        logits_EV.view(-1).index_put_((places_N,), values_N, accumulate=True)
-
-
-def forbid_ends_(
-    logits_EV: torch.Tensor, rows: Sequence[tuple[int, Draw]], eos_token_ids: tuple[int, ...]
-) -> None:
-    """No end of sequence and no stop token before ``min_tokens``.
-
-    With ``ignore_eos`` an end of sequence ends nothing, so it may come.
-    """
-    ends = [
-        (e, d.params.stop_token_ids + (() if d.params.ignore_eos else eos_token_ids))
-        for e, d in rows
-        if too_early(d)
-    ]
-    vocab = logits_EV.shape[1]
-    ids = [np.array([i for i in some if 0 <= i < vocab], dtype=np.int64) for _, some in ends]
-    if ids:
-        places_N = _places(logits_EV, [e for e, _ in ends], ids)
-        logits_EV.view(-1).index_fill_(0, places_N, float("-inf"))
+def _ends(draw: Draw, vocab_size: int, eos_token_ids: tuple[int, ...]) -> np.ndarray:
+    """What would end the answer. With ``ignore_eos`` an end of sequence ends nothing."""
+    p = draw.params
+    ids = p.stop_token_ids if p.ignore_eos else p.stop_token_ids + eos_token_ids
+    return np.array([i for i in ids if 0 <= i < vocab_size], dtype=np.int64)
 
 
 @lru_cache(maxsize=1024)
 def _bias(pairs: tuple[tuple[int, float], ...]) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and values of a request's bias."""
+    if not pairs:
+        return _NO_IDS, _NO_VALUES
     ids, values = zip(*pairs, strict=True)
     return np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
 
 
-def _places(
-    logits_EV: torch.Tensor, rows: Sequence[int], ids: Sequence[np.ndarray]
-) -> torch.Tensor:
-    """Where the tokens of each row are in the flattened logits."""
-    begins = np.array(rows, dtype=np.int64) * logits_EV.shape[1]
-    places = np.repeat(begins, [len(i) for i in ids]) + np.concatenate(ids)
-    return to_device(places, logits_EV.device)
+def _begins(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Where each part begins once they are joined, and where the last one ends."""
+    return np.cumsum([0, *(len(p) for p in parts)])

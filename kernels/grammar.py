@@ -9,8 +9,8 @@ worker uses it while it warms up) -> a ``GrammarState`` per sequence, made from 
 grammar, fed with the answer's tokens; it is a function of them and nothing else.
 
 Measured with SmolLM2's 49k tokens: a grammar of usual size compiles in 0.1 to 20 ms, a first mask
-takes 0.1 to 2 ms, a further one 10 to 200 µs. Compiling grows with the square of the lexemes (2 s for
-a schema of 3,000 patterns) and would hold up the other rows of a step, so grammars are bounded:
+takes 0.1 to 2 ms, a further one 10 to 200 µs. Compiling grows with the square of the lexemes (2 s
+for a schema of 3,000 patterns) and would hold up the other rows of a step, so they are bounded:
 the largest that are let in take 0.2 s. A mask's work is bounded by llguidance, at about 15 ms.
 """
 

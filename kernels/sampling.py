@@ -22,13 +22,16 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from kernels import draw_torch, edits
+from kernels import draw_torch
+from kernels.edits import Edit, Edits, check_bias, collect, edited, penalised, too_early
 from kernels.grammar import GrammarState, TokenTable
 from kernels.logprobs import words
 from kernels.sequence_state import SequenceStates, TokenCounts
 from kernels.settings import NOT_FINITE, NOTHING_LEFT, OK, SPOILED, Draw, settings_of
 from protocol.errors import ErrorInfo, InternalError, InvalidArgument, TandemError
-from protocol.types import TokenLogprobs
+from protocol.types import SamplingParams, TokenLogprobs
+
+_UNEDITED = Draw(SamplingParams(max_tokens=1), 0)  # stands in for a draw that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +80,24 @@ class Sampler:
         self._grammars.next_step()
         logits_SV = logits_SV.float()
         failed: dict[int, ErrorInfo] = {}
-        changed = [q for q, d in enumerate(draws) if edits.edited(d)]
+        changed = [q for q, d in enumerate(draws) if edited(d)]
         plain = list(range(len(draws)))
         if changed:
-            plain = [q for q, d in enumerate(draws) if not edits.edited(d)]
-        token_Q, status_Q = self._draw(logits_SV, draws, plain, edited=False)
+            plain = [q for q, d in enumerate(draws) if not edited(d)]
+        token_Q, status_Q = self._draw(logits_SV, [draws[q] for q in plain])
         if changed:
-            changed_token, changed_status = self._draw_edited(logits_SV, draws, changed, failed)
+            made = {}
+            for q in changed:
+                try:
+                    made[q] = self._edit(draws[q])
+                except TandemError as error:
+                    failed[q] = error.info()
+                    made[q] = Edit(_UNEDITED)
+            changed_token, changed_status = self._draw(
+                logits_SV,
+                [draws[q] for q in changed],
+                collect(list(made.values()), self._vocab_size, self._eos_token_ids),
+            )
             token_Q = torch.cat([token_Q, changed_token])
             status_Q = torch.cat([status_Q, changed_status])
             back = np.empty(len(draws), dtype=np.int64)  # from the draws' order to this one
@@ -93,53 +107,23 @@ class Sampler:
         return self._outcomes(logits_SV, draws, token_Q, status_Q, failed)
 
     def _draw(
-        self, logits_SV: torch.Tensor, draws: Sequence[Draw], which: Sequence[int], edited: bool
+        self, logits_SV: torch.Tensor, draws: Sequence[Draw], edits: Edits | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        some = draws if len(which) == len(draws) else [draws[q] for q in which]
-        rows = np.arange(len(some)) if edited else np.array([d.row for d in some], dtype=np.int64)
+        rows = np.array([d.row for d in draws], dtype=np.int64)
         drawn: tuple[torch.Tensor, torch.Tensor] = self._backend.draw_tokens(
-            logits_SV, rows, settings_of(some), edited
+            logits_SV, rows, settings_of(draws), edits
         )
         return drawn
 
-    def _draw_edited(
-        self,
-        logits_SV: torch.Tensor,
-        draws: Sequence[Draw],
-        which: Sequence[int],
-        failed: dict[int, ErrorInfo],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw from edited copies of the rows. Draws that cannot be edited go to ``failed``."""
-        rows = np.array([draws[q].row for q in which], dtype=np.int64)
-        logits_EV = logits_SV[draw_torch.to_device(rows, logits_SV.device)]
-        raw_sum_E = logits_EV.mul(1.0 / self._vocab_size).sum(dim=-1)  # finite iff all terms are
-        penalties: list[tuple[int, Draw, TokenCounts]] = []
-        masks: list[tuple[int, np.ndarray]] = []
-        others: list[tuple[int, Draw]] = []
-        ends: list[tuple[int, Draw]] = []
-        for e, q in enumerate(which):
-            draw = draws[q]
-            try:
-                edits.check_bias(draw.params, self._vocab_size)
-                if edits.penalised(draw.params):
-                    penalties.append((e, draw, self._counts.of(draw)))
-                complete = False
-                if draw.params.grammar is not None:
-                    state = self._grammars.of(draw)
-                    masks.append((e, state.mask()))
-                    complete = state.complete
-                others.append((e, draw))
-                if not complete:  # a finished grammar has no way on but to end, min_tokens or not
-                    ends.append((e, draw))
-            except TandemError as error:
-                failed[q] = error.info()
-        edits.penalise_(logits_EV, penalties)
-        edits.add_bias_(logits_EV, others)
-        edits.forbid_ends_(logits_EV, ends, self._eos_token_ids)
-        if masks:
-            self._backend.mask_(logits_EV, [e for e, _ in masks], np.stack([m for _, m in masks]))
-        token_E, status_E = self._draw(logits_EV, draws, which, edited=True)
-        return token_E, torch.where(torch.isfinite(raw_sum_E), status_E, NOT_FINITE)
+    def _edit(self, draw: Draw) -> Edit:
+        """What changes for this draw. Raises a ``TandemError`` where it cannot be said."""
+        check_bias(draw.params, self._vocab_size)
+        counts = self._counts.of(draw) if penalised(draw.params) else None
+        if draw.params.grammar is None:
+            return Edit(draw, counts, may_end=not too_early(draw))
+        state = self._grammars.of(draw)
+        # A complete grammar has no way on but to end, whatever min_tokens says.
+        return Edit(draw, counts, state.mask(), state.complete or not too_early(draw))
 
     def _outcomes(
         self,
@@ -226,7 +210,7 @@ def _error(draw: Draw, status: int) -> ErrorInfo | None:
         for name, used in (
             ("the grammar", p.grammar is not None),
             ("logit_bias", bool(p.logit_bias)),
-            ("min_tokens", edits.too_early(draw)),
+            ("min_tokens", too_early(draw)),
         )
         if used
     ]

@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from kernels import edits
+from kernels import draw_torch
+from kernels.edits import Edit, collect, penalised, too_early
 from kernels.sampling import Sampler
 from kernels.sequence_state import KEEP_STEPS, SequenceStates, TokenCounts
 from kernels.settings import Draw
@@ -36,10 +37,11 @@ def edited_logits(x: torch.Tensor, draws: list[Draw], eos: tuple[int, ...] = ())
     """What the tokens are drawn from, edit by edit as the sampler does."""
     y = x.clone()
     counts = SequenceStates(lambda d, p: TokenCounts(p if d.params.repetition_penalty != 1 else ()))
-    rows = list(enumerate(draws))
-    edits.penalise_(y, [(e, d, counts.of(d)) for e, d in rows if edits.penalised(d.params)])
-    edits.add_bias_(y, rows)
-    edits.forbid_ends_(y, rows, eos)
+    some = [
+        Edit(d, counts.of(d) if penalised(d.params) else None, may_end=not too_early(d))
+        for d in draws
+    ]
+    draw_torch.edit_(y, collect(some, x.shape[1], eos))
     return y
 
 
