@@ -21,14 +21,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from kernels.attention import Declaration, Plan
+from kernels.attention import AttentionBackend, Declaration, Plan
 from kernels.batch import Batch, pad
-from kernels.staging import HostPlan, views
+from kernels.staging import HostPlan, end_of, views
 from protocol.errors import InternalError
 from protocol.types import KvGeometry
 
@@ -66,6 +66,28 @@ def obstacle(module: Any, dtype: torch.dtype) -> str | None:
         if dtype != torch.bfloat16:
             return f"its experts have no grouped product in {str(dtype).removeprefix('torch.')}"
     return None
+
+
+def decode_graphs(
+    forward: Forward,
+    module: Any,
+    backend: AttentionBackend,
+    geometry: KvGeometry,
+    device: torch.device,
+    max_positions: int,
+    ranks: int = 1,
+) -> tuple[GraphedDecode | None, str]:
+    """Graphs for a model on a CUDA device if it can have them, and words for the start-up line."""
+    if device.type != "cuda":
+        return None, ""
+    declaration = backend.declaration
+    why = None if declaration.graph_safe else f"{declaration.name} is not safe in them"
+    if ranks > 1:
+        why = "its ranks meet on the host"
+    if why := why or obstacle(module, getattr(torch, geometry.dtype)):
+        return None, f", no CUDA graphs: {why}"
+    graphs = GraphedDecode(forward, cast(GraphBackend, backend), geometry, device, max_positions)
+    return graphs, f", CUDA graphs for decode steps of up to {graphs.max_rows} rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +151,7 @@ class GraphedDecode:
         """The forward pass of ``size`` rows over the fixed buffer."""
         inputs = self._words[: 4 * size].view(torch.int64)
         own = self._words[4 * size :]
-        tensors = [*views(own, plan.shapes[:-1]), own[_size_of(plan.shapes[:-1]) :]]
+        tensors = [*views(own, plan.shapes[:-1]), own[end_of(plan.shapes[:-1]) :]]
         device_plan = Plan(tensors, plan.numbers)
         every_row = torch.arange(size, device=self._device)
         return lambda: self._forward(inputs[:size], inputs[size:], every_row, device_plan)
@@ -177,10 +199,6 @@ def _padding(size: int, max_positions: int) -> Batch:
     empty = torch.zeros(0, dtype=torch.int64)
     batch = Batch(empty, empty, none, none, none, none, none, none, none, 0, (), empty)
     return pad(batch, size, max_positions)
-
-
-def _size_of(shapes: Sequence[tuple[int, ...]]) -> int:
-    return sum(int(np.prod(shape)) for shape in shapes)
 
 
 def _record(

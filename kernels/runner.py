@@ -19,10 +19,12 @@ from contextlib import nullcontext
 
 import torch
 
+from kernels.attention import Plan
 from kernels.attention_op import BACKENDS, PagedStep
 from kernels.attention_trial import fastest
 from kernels.batch import Batch, pack
 from kernels.grammar import TokenTable
+from kernels.graphs import decode_graphs
 from kernels.model import LoadedModel, forward
 from kernels.page_copies import PageCopier
 from kernels.prompt_logprobs import HiddenStates, prompt_logprobs
@@ -76,8 +78,18 @@ class Runner:
             heads // model.described.geometry(page_size).kv_heads,
             model.device,
         )
-        self._copier = PageCopier(kv, host_kv)
         described = model.described
+        self._graphs, words = decode_graphs(
+            self._forward,
+            model.module,
+            self._backend,
+            geometry,
+            model.device,
+            described.max_model_len,
+            model.ranks,
+        )
+        self.attention += words
+        self._copier = PageCopier(kv, host_kv)
         ends = described.eos_token_ids
         tokens = None
         if model.path is not None:
@@ -98,11 +110,12 @@ class Runner:
 
     def _run(self, rows: Sequence[StepRow]) -> list[RowResult]:
         vocab = self._model.described.vocab_size
-        batch = pack(rows, self._geometry.page_size, len(self._kv), vocab, self._model.device)
+        batch = pack(rows, self._geometry.page_size, len(self._kv), vocab, torch.device("cpu"))
         asking = [r for r, row in enumerate(rows) if row.prompt_logprobs is not None]
         states = HiddenStates(self._model.module) if asking else None
         with states.kept() if states else nullcontext():
-            logits_SV = self._logits(batch)
+            graphed = self._graphs.run(batch) if self._graphs and not states else None
+            logits_SV = self._logits(batch) if graphed is None else graphed
         results = self._draw(rows, batch.sampled, logits_SV)
         if states:
             for r in asking:
@@ -114,11 +127,21 @@ class Runner:
     def _logits(self, batch: Batch) -> torch.Tensor:
         """Logits ``[S, vocab]`` of the sampled rows, in their order."""
         plan = self._backend.plan(batch, self._geometry, self._model.device)
+        there = batch.to(self._model.device)
+        return self._forward(there.tokens_T, there.positions_T, there.sampled_at, plan)
+
+    def _forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        sampled_at: torch.Tensor,
+        plan: Plan,
+    ) -> torch.Tensor:
         return forward(
             self._model.module,
-            batch.tokens_T,
-            position_ids=batch.positions_T[None],
-            logits_to_keep=batch.sampled_at,
+            tokens_T,
+            position_ids=positions_T[None],
+            logits_to_keep=sampled_at,
             tandem_step=PagedStep(self._kv, plan, self._backend.declaration.name),
         )
 
@@ -156,6 +179,8 @@ class Runner:
 
         Writes into page 0: call it only while no page is in use.
         """
+        if self._graphs:
+            self._graphs.record()
         n = self._geometry.page_size
         a, history = TicketId("warm-up"), [0] * (n + 1)
         half = max(1, n // 2)
@@ -166,6 +191,11 @@ class Runner:
             stop_token_ids=(0,),
         )  # fmt: skip
         self.run([StepRow(a, [0] * n, 0, (0,), greedy, history=history, n_prompt=n)])
+        if self._model.device.type == "cuda":  # long contexts are cut by kernels of their own
+            deep = min(self._model.described.max_model_len, 8192) - 2
+            pages = (0,) * self._geometry.pages_for(deep + 2)
+            for tokens in ([0], [0, 0]):
+                self.run([StepRow(a, tokens, deep, pages)])
         self.run([StepRow(a, [0] * half, n - half, (0,))])
         last = StepRow(a, [0], 0, (0,), drawn, 0, (0, 1), history, 1)
         self.run([last])

@@ -8,6 +8,7 @@ copies later plans of the same shape over it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 
 from kernels.attention import Plan
 
+ALIGNED = 4  # words: Triton compiles a kernel anew for a pointer that is not 16-byte aligned
 Words = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
@@ -38,17 +40,25 @@ class HostPlan:
 
 def host_plan(parts: Sequence[np.ndarray], numbers: list[int]) -> HostPlan:
     """Lay ``parts`` (integers below 2^31 of any shape) out one after another."""
-    words = np.concatenate(
-        [part.reshape(-1) for part in parts], dtype=np.int32, casting="same_kind"
-    )
-    return HostPlan(words, tuple(part.shape for part in parts), numbers)
+    shapes = tuple(part.shape for part in parts)
+    words = np.zeros(end_of(shapes[:-1]) + parts[-1].size, dtype=np.int32)
+    for part, at in zip(parts, _starts(shapes), strict=True):
+        words[at : at + part.size] = part.reshape(-1)
+    return HostPlan(words, shapes, numbers)
 
 
 def views(words: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """The parts of a line of words, as views of it; the last may be shorter than its shape."""
-    tensors, at = [], 0
-    for shape in shapes:
-        size = int(np.prod(shape))
-        tensors.append(words[at : at + size].view(shape))
-        at += size
-    return tensors
+    """The parts of a line of words, as views of it."""
+    return [
+        words[at : at + math.prod(shape)].view(shape)
+        for shape, at in zip(shapes, _starts(shapes), strict=True)
+    ]
+
+
+def end_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Where a part after these begins, in words."""
+    return sum(-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes)
+
+
+def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return [end_of(shapes[:i]) for i in range(len(shapes))]

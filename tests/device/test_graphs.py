@@ -20,6 +20,7 @@ from kernels.attn_triton import TritonAttention
 from kernels.batch import pack
 from kernels.graphs import GraphedDecode, obstacle
 from kernels.model import forward, load_model
+from kernels.runner import Runner
 from protocol.errors import InternalError
 from protocol.step import StepRow
 from protocol.types import SamplingParams, TicketId
@@ -121,6 +122,23 @@ def test_steps_that_are_not_plain_decode_are_left_to_the_plain_path(model) -> No
     for step in (several, unsampled, decode_rows(9)):
         assert graphs.run(rig.pack(step)) is None
     assert Rig(model, record=False).graphs.run(rig.pack(rows)) is None
+
+
+def test_a_runner_draws_the_same_tokens_from_a_graphs_logits(model, monkeypatch) -> None:
+    here = dataclasses.replace(BACKEND.declaration, devices=frozenset({"cpu"}), missing=None)
+    monkeypatch.setattr(TritonAttention, "declaration", here)
+    monkeypatch.setattr("kernels.runner.BACKENDS", (TritonAttention(),))
+    drawn = []
+    for graphed in (False, True):
+        rig = Rig(model, record=False)
+        runner = Runner(model, rig.kv, PAGE)
+        if graphed:
+            runner._graphs = GraphedDecode(runner._forward, BACKEND, rig.geometry, CPU, 64, SIZES)
+            runner._graphs.record()
+        results = runner.run(decode_rows(3)).rows
+        drawn.append([r.tokens for r in results])
+        assert all(r.error is None and len(r.tokens) == 1 for r in results)
+    assert drawn[0] == drawn[1]
 
 
 def test_only_a_backend_that_knows_padding_rows_is_taken(model) -> None:
