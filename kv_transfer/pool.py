@@ -79,8 +79,15 @@ class KvPool:
             self.tensor[page].fill_(float("nan"))
 
 
-def parse_memory(text: str, *, available: int, sharers: int = 1, useful: int | None = None) -> int:
-    """Bytes that ``kv.memory`` means on a device with ``available`` free bytes.
+def parse_memory(
+    text: str,
+    *,
+    available: int,
+    sharers: int = 1,
+    useful: int | None = None,
+    field: str = "kv.memory",
+) -> int:
+    """Bytes that ``kv.memory`` (or another ``field``) means on a device with ``available`` free.
 
     A size (``"2GiB"``, ``"500 MB"``) means itself. A share (``"80%"``) and ``"auto"`` (half) are
     taken of what is free, divided by the ``sharers`` workers on the device; ``auto`` takes no
@@ -94,22 +101,22 @@ def parse_memory(text: str, *, available: int, sharers: int = 1, useful: int | N
         percent = float(match[1])
         if not 0 < percent <= 100:
             raise ConfigError(
-                f"kv.memory {text!r}: a share lies above 0% and at most at 100%", field="kv.memory"
+                f"{field} {text!r}: a share lies above 0% and at most at 100%", field=field
             )
         return int(available * percent / 100 / sharers)
     match = _SIZE.fullmatch(word)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ConfigError(
-            f'kv.memory {text!r} is none of a size ("2GiB"), a share ("80%") and "auto"',
-            field="kv.memory",
+            f'{field} {text!r} is none of a size ("2GiB"), a share ("80%") and "auto"',
+            field=field,
         )
     size = int(float(match[1]) * unit)
     if size * sharers > available:
         raise ConfigError(
-            f"kv.memory {text!r} for each of {sharers} worker(s) is {_readable(size * sharers)}, "
+            f"{field} {text!r} for each of {sharers} worker(s) is {_readable(size * sharers)}, "
             f"but only {_readable(available)} are free",
-            field="kv.memory",
+            field=field,
         )
     return size
 

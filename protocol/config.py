@@ -121,6 +121,18 @@ class KvConfig(Section):
         "auto", description="Address the data sockets bind to; must be private. auto: 127.0.0.1."
     )
     window: int = Field(8, ge=1, description="Segments of one ticket in flight on a link.")
+    reserve: int = Field(
+        64,
+        ge=0,
+        description="Tokens of growth per running answer that a decode worker keeps free when it "
+        "takes a request in. Less: more preemptions; more: fewer answers at once.",
+    )
+    host_memory: str = Field(
+        "auto",
+        description="Host memory per decode worker for pages of preempted answers: a size, a share "
+        'of what is free ("10%") or "0". auto: none on CPU; on a GPU as much as the pool, at most '
+        "a quarter of what is free.",
+    )
 
 
 class TimingConfig(Section):

@@ -32,7 +32,7 @@ from kernels.runner import Runner
 from kv_transfer.pool import KvPool, available_memory, pages_in, parse_memory
 from protocol.errors import ConfigError, Unavailable
 from protocol.step import StepPlan, StepResult
-from protocol.types import KvGeometry, ModelInfo
+from protocol.types import KvGeometry, ModelInfo, Role
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class Engine:
     close: Callable[[], None] = _nothing
     loss: Loss = field(default_factory=Loss)
     threads_used: int = field(default=0)
+    host_pages: int = 0  # that preempted sequences may move to
 
     def find_budget(self, options: WorkerOptions) -> Chosen:
         """The configured token budget, or one found by timing steps. Called in the engine thread
@@ -177,14 +178,18 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
     if place is not None:
         pages = smallest_of_ranks(pages, device)
         bound_waits(options.timing.link_op_s + options.timing.peer_dead_s)
+    host_pages = _host_pages(options, geometry, pages, device)
+    if place is not None:
+        host_pages = smallest_of_ranks(host_pages, device)
     pool = KvPool(geometry, pages, device)
-    runner = Runner(loaded, pool.tensor, options.page_size)
+    runner = Runner(loaded, pool.tensor, options.page_size, host_kv=_host_memory(pool, host_pages))
     _log.info(
-        "%s: %d pages of %d tokens (%s), %s, %s",
+        "%s: %d pages of %d tokens (%s), %d more in host memory, %s, %s",
         options.worker_id,
         pool.pages,
         options.page_size,
         geometry.dtype,
+        host_pages,
         runner.attention,
         loaded.linear,
     )
@@ -193,6 +198,7 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
         pool=pool,
         run=lambda plan: runner.run(plan.rows, plan.copies),
         warm_up=runner.warm_up,
+        host_pages=host_pages,
     )
 
 
@@ -210,3 +216,25 @@ def _pages(options: WorkerOptions, geometry: KvGeometry, max_model_len: int, dev
         useful=useful,
     )
     return pages_in(geometry, memory, max_model_len=max_model_len)
+
+
+def _host_pages(options: WorkerOptions, geometry: KvGeometry, pages: int, device: str) -> int:
+    """Host pages of one rank, for sequences that a decode worker preempts."""
+    if options.role is not Role.DECODE or (options.host_memory == "auto" and device == "cpu"):
+        return 0  # on a CPU the pool itself could be larger instead
+    ranks = options.sharers * options.tensor_parallel
+    available = available_memory("cpu")
+    if options.host_memory == "auto":
+        return min(pages, available // (4 * ranks * geometry.page_bytes))
+    memory = parse_memory(
+        options.host_memory, available=available, sharers=ranks, field="kv.host_memory"
+    )
+    return memory // geometry.page_bytes
+
+
+def _host_memory(pool: KvPool, n_pages: int) -> torch.Tensor | None:
+    """``n_pages`` like those of the pool; pinned where a GPU copies to and from them."""
+    if n_pages == 0:
+        return None
+    shape = (n_pages, *pool.tensor.shape[1:])
+    return torch.empty(shape, dtype=pool.tensor.dtype, pin_memory=pool.device.type == "cuda")

@@ -51,6 +51,8 @@ class WorkerOptions:
     use_gpu: bool = False
     transport: str = "p2p"
     window: int = 8
+    reserve_tokens: int = 64
+    host_memory: str = "auto"
     interface: str = "127.0.0.1"
     listen: str = "127.0.0.1:0"
     node: str = ""
@@ -125,6 +127,8 @@ def worker_options(
         use_gpu=pool.resources.num_gpus > 0,
         transport="p2p" if config.kv.transport == "auto" else config.kv.transport,
         window=config.kv.window,
+        reserve_tokens=config.kv.reserve,
+        host_memory=config.kv.host_memory,
         interface=interface,
         listen=f"{host or interface}:0",
         node=node,

@@ -280,6 +280,8 @@ class WorkerProcess:
             lease_s=options.timing.lease_s,
             link_op_s=options.timing.link_op_s,
             heartbeat_s=options.timing.heartbeat_s,
+            reserve_tokens=options.reserve_tokens,
+            host_pages=self._engine.host_pages,
             hash_root=page_hash.root(model.fingerprint, geometry.dtype, geometry.page_size),
         )
 
