@@ -99,7 +99,7 @@ def refusal(
         return WrongState(
             f"the ticket's sender is {sender}, this is {me.worker_id} ({me.incarnation})"
         ).info()
-    if (error := options.refusal(ticket)) is not None:
+    if (error := options.refusal(ticket, one_sequence=True)) is not None:
         return error
     need = pages.pages_for(len(ticket.tokens))
     if need > pages.total:

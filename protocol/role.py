@@ -60,15 +60,18 @@ class RoleOptions:
                 f"= {need}"
             )
 
-    def refusal(self, ticket: Ticket) -> ErrorInfo | None:
-        """Why no worker of this model could serve the ticket, or None."""
+    def refusal(self, ticket: Ticket, *, one_sequence: bool = False) -> ErrorInfo | None:
+        """Why no worker with these options could serve the ticket, or None.
+
+        ``one_sequence``: its choices never run apart here, so any number of them will do.
+        """
         if not ticket.tokens:
             return InvalidArgument("the prompt is empty", field="prompt").info()
         if not 1 <= ticket.n_prompt <= len(ticket.tokens):
             return InvalidArgument(
                 f"n_prompt {ticket.n_prompt} of a ticket with {len(ticket.tokens)} tokens"
             ).info()
-        if not 1 <= ticket.n_choices <= self.max_num_seqs:
+        if ticket.n_choices < 1 or (not one_sequence and ticket.n_choices > self.max_num_seqs):
             return InvalidArgument(
                 f"{ticket.n_choices} choices; a worker runs 1 to {self.max_num_seqs} sequences",
                 field="n",

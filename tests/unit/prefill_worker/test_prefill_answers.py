@@ -129,8 +129,8 @@ def test_tokens_of_an_earlier_attempt_are_no_prompt() -> None:
 
 def test_every_choice_has_its_first_token() -> None:
     bench = Bench()
-    commit = bench.serve(replace(ticket("q"), n_choices=3))
-    assert commit.first_tokens == (7, 8, 9) and commit.logprobs == ()
+    commit = bench.serve(replace(ticket("q"), n_choices=6))  # one row draws them all
+    assert commit.first_tokens == (7, 8, 9, 10, 11, 12) and commit.logprobs == ()
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_the_window_holds_back_segments() -> None:
         (ticket(0), "INVALID_ARGUMENT", "empty"),
         (ticket(remaining_s=0.0), "DEADLINE_EXCEEDED", "deadline"),
         (ticket(order_key=float("nan")), "INVALID_ARGUMENT", "finite"),
-        (ticket(n_choices=5), "INVALID_ARGUMENT", "5 choices"),
+        (ticket(n_choices=0), "INVALID_ARGUMENT", "0 choices"),
     ],
 )
 def test_refusals_name_the_numbers(t: Ticket, reason: str, words: str) -> None:
