@@ -68,7 +68,10 @@ _STORED = {
 
 
 def _compile(function: Callable[[int], None]) -> Any:
-    return cfunc(_SIGNATURE, cache=True)(function)
+    try:
+        return cfunc(_SIGNATURE, cache=True)(function)
+    except RuntimeError:  # nowhere to keep code on disk: neither beside this file nor in the home
+        return cfunc(_SIGNATURE)(function)
 
 
 @cache

@@ -2,8 +2,8 @@
 
 This file owns the walk over the context of decode rows. It must never read a cell outside the
 positions that a piece names (freed pages may hold NaN), never take the GIL, never allocate.
-Names in capitals are compile-time constants; STAMP tells
-numba's disk cache which version of the other files the code was built from.
+Names in capitals are compile-time constants; STAMP tells numba's disk cache which version of the
+other files the code was built from.
 """
 
 from __future__ import annotations
