@@ -89,10 +89,12 @@ class Memory:
         ``held``: exactly so many leading pages must be found here. A sequence that has the
         worker for itself needs no reserve.
         """
+        beside = promised + self._reserve(seq) if self._seated else 0
+        if held is None and self._pages.room_for(self.need(seq) + beside):
+            return True  # whatever is found here can only make it less
         shared = self._match(seq, held)
         if held is not None and len(shared) != held:
             return False
-        beside = promised + self._reserve(seq) if self._seated else 0
         return self._pages.room_for(self.need(seq) - len(shared) + beside, shared)
 
     def place(self, seq: Sequence, event: On, held: int | None = None) -> int:

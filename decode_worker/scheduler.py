@@ -129,8 +129,11 @@ class DecodeScheduler:
         self._grow(draft)
         if self._memory.host.total:
             self._make_way(draft)
-        if len(self._preemption) and not draft.preempts:
-            self._bring_back(draft)
+        if len(self._preemption):
+            # Not in the same breath as somebody gives way, unless nobody else is there.
+            beside = self._running or self._prompts or draft.leaving
+            if not (draft.preempts and beside):
+                self._bring_back(draft)
         fewest = self._decodes(draft)
         why = self._chunks(draft, now)
         if not draft.rows and not draft.copies:

@@ -70,7 +70,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The receiver holds a credit for everything this ticket can need."""
+    """The receiver holds ``pages`` pages for this ticket's prompt and choices; the answer grows."""
 
     ticket_id: TicketId
     pages: int

@@ -90,8 +90,11 @@ def step(role: DecodeRole, *tokens: int, now: float = 0.0) -> list[Effect]:
     plan = role.plan(now)
     assert plan is not None
     sampled = [row for row in plan.rows if row.sample is not None]
-    values = iter(tokens or [7] * len(sampled))
-    rows = tuple(RowResult((next(values),)) if row.sample else RowResult() for row in plan.rows)
+    values = iter(tokens or [7] * sum(len(row.choices) for row in sampled))
+    rows = tuple(
+        RowResult(tuple(next(values) for _ in row.choices)) if row.sample else RowResult()
+        for row in plan.rows
+    )
     return role.step_done(StepResult(rows), now)
 
 
