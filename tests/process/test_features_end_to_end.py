@@ -48,7 +48,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "two biases": TEXT | {"prompt": PROMPT, "logit_bias": TWO},
     "presence": TEXT | {"prompt": PROMPT, "logit_bias": TWO, "presence_penalty": 2},
     "frequency": TEXT | {"prompt": PROMPT, "logit_bias": TWO, "frequency_penalty": 2},
-    "repetition": TEXT | {"prompt": PROMPT, "logit_bias": TWO, "repetition_penalty": 10},
+    "repetition": TEXT | {"prompt": PROMPT, "repetition_penalty": 0.1},
     "eos first": {"prompt": PROMPT, "max_tokens": 8, "logit_bias": {str(EOS): 100}},
     "min_tokens": {
         "prompt": PROMPT,
@@ -140,8 +140,11 @@ def test_every_feature_did_something(replies) -> None:
     (biased,) = texts(told["bias"])
     assert len(set(biased)) == 1 and len(biased) == 8
     assert texts(told["two biases"]) == [biased]
-    for name in ("presence", "frequency", "repetition"):
+    for name in ("presence", "frequency"):
         assert set(texts(told[name])[0]) == {"j", "}"}, name
+    # A factor below 1 favours what was there before.
+    repeated = texts(told["repetition"])[0]
+    assert repeated != plain and len(set(repeated)) < len(repeated)
 
 
 def test_cached_tokens_are_those_that_nobody_computed(replies) -> None:
