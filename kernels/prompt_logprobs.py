@@ -80,12 +80,14 @@ def prompt_logprobs(
             f"{row.ticket_id}: {len(row.history)} tokens of history for logprobs up to "
             f"{row.start + n}"
         )
-    found: list[TokenLogprobs] = []
+    if n == 0:
+        return ()
+    tables = []
     for first in range(0, n, SLICE):
         end = min(first + SLICE, n)
         logits = states.logits(q_start + first, q_start + end)
-        try:
-            found += sampler.prompt_logprobs(logits, followers[first:end], k)
-        except TandemError as e:
-            raise InternalError(f"{row.ticket_id}: {e.message}") from e
-    return tuple(found)
+        tables.append(sampler.prompt_table(logits, followers[first:end], k))
+    try:
+        return tuple(sampler.prompt_logprobs(tables, followers, k))
+    except TandemError as e:
+        raise InternalError(f"{row.ticket_id}: {e.message}") from e

@@ -157,19 +157,28 @@ class Sampler:
             for q, (token, status) in enumerate(zip(tokens, statuses, strict=True))
         ]
 
-    def prompt_logprobs(
-        self, logits_SV: torch.Tensor, tokens: Sequence[int], k: int
-    ) -> list[TokenLogprobs]:
-        """The logprobs of ``tokens``, one per row of raw logits, and of the ``k`` likeliest.
+    def prompt_table(self, logits_SV: torch.Tensor, tokens: Sequence[int], k: int) -> torch.Tensor:
+        """Logprobs of ``tokens``, one per row of raw logits, as ``read_logprobs`` gives them.
 
-        Raises ``InternalError`` for logits that are not finite. Waits for the device.
+        Stays on the device: the tables of all slices of a chunk are fetched together.
         """
-        logits_SV = logits_SV.float()
-        k = min(k, self._vocab_size)
         token_S = draw_torch.to_device(np.array(tokens, dtype=np.int64), logits_SV.device)
-        table = self._backend.read_logprobs(logits_SV, np.arange(len(tokens)), token_S, k).cpu()
+        table_S: torch.Tensor = self._backend.read_logprobs(
+            logits_SV.float(), np.arange(len(tokens)), token_S, min(k, self._vocab_size)
+        )
+        return table_S
+
+    def prompt_logprobs(
+        self, tables: Sequence[torch.Tensor], tokens: Sequence[int], k: int
+    ) -> list[TokenLogprobs]:
+        """What ``prompt_table`` gave for all of ``tokens``, in words. Waits for the device.
+
+        Raises ``InternalError`` for logits that are not finite.
+        """
+        table = torch.cat(list(tables)).cpu()
         if not torch.isfinite(table).all():
             raise InternalError("the model's output is not finite")
+        k = min(k, self._vocab_size)
         return words(table.tolist(), tokens, [k] * len(tokens), k)
 
     def _new_grammar(self, draw: Draw, _prompt: Sequence[int]) -> GrammarState:

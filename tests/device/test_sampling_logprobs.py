@@ -70,7 +70,8 @@ def test_prompt_rows(backend: str) -> None:
     x = logits(5, 4, 320)
     sampler = Sampler(320, CPU, compiled=BACKENDS[backend])
     tokens = [3, 3, 200, 319, 0]
-    got = sampler.prompt_logprobs(x, tokens, 2)
+    tables = [sampler.prompt_table(x[a:b], tokens[a:b], 2) for a, b in ((0, 2), (2, 5))]
+    got = sampler.prompt_logprobs(tables, tokens, 2)
     want = torch.log_softmax(x.double(), -1)
     assert [g.token_id for g in got] == tokens
     assert [g.logprob for g in got] == pytest.approx([want[i, t].item() for i, t in
@@ -78,4 +79,4 @@ def test_prompt_rows(backend: str) -> None:
     assert all(len(g.top) == 2 for g in got)
     x[3, 0] = float("inf")
     with pytest.raises(InternalError, match="not finite"):
-        sampler.prompt_logprobs(x, tokens, 2)
+        sampler.prompt_logprobs([sampler.prompt_table(x, tokens, 2)], tokens, 2)
