@@ -14,25 +14,22 @@ from types import ModuleType
 
 import pytest
 import torch
-from attention_cases import ROWS, SHAPES, Shape, check, prepare, random_rows
+from attention_cases import (
+    ROWS,
+    ROWS_256,
+    SHAPES_256,
+    Shape,
+    check,
+    layer_inputs,
+    prepare,
+    random_rows,
+)
 
 from kernels.attention import Needs, why_not
 from kernels.attn_flash import FlashAttention
 from kernels.attn_varlen import VarlenAttention
 
 PAGE = 256
-SHAPES_256 = {
-    f"{name}, {dtype}": Shape(
-        s.heads, s.kv_heads, s.head_dim, PAGE, dtype, s.window, s.softcap, s.sinks
-    )
-    for name, s in SHAPES.items()
-    if name not in ("page of 1", "bfloat16")
-    for dtype in (("bfloat16", "float16") if name == "gqa" else ("bfloat16",))
-}
-ROWS_256 = ROWS | {
-    "decode around a page of 256": [(254, 1), (255, 1), (256, 1)],
-    "chunks around a page of 256": [(0, 257), (255, 3), (9, 1), (300, 5)],
-}
 CALLS: list[str] = []
 
 
@@ -194,8 +191,6 @@ def test_keys_and_values_are_the_pool_itself(backend, monkeypatch) -> None:
         real(q, k, v, *rest)
 
     monkeypatch.setitem(globals(), "demands", recorded)
-    from attention_cases import layer_inputs
-
     layer = layer_inputs(shape, batch, 0)
     plan = backend.plan(batch, shape.geometry, torch.device("cpu"))
     backend.attend(layer.q, layer.k, layer.v, pool, plan, layer.call)
