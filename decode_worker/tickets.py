@@ -109,6 +109,8 @@ class Tickets:
             for seq in leg.sequences:
                 if seq.state is State.FORKING:
                     self._memory.seat(seq)
+                else:
+                    self._memory.freed = True  # the seat of a choice that ended at once
             self._scheduler.part(first)
 
     def _leave(self, seq: Sequence) -> None:

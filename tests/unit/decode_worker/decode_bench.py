@@ -37,7 +37,7 @@ EOS = 99
 BROKEN = ErrorInfo("UNAVAILABLE", "it broke")
 
 
-def make(total: int = 12, **changes: int) -> DecodeRole:
+def make(total: int = 12, **changes: object) -> DecodeRole:
     values: dict[str, object] = {
         "page_bytes": 100,
         "max_num_batched_tokens": 12,
