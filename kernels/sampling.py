@@ -76,9 +76,19 @@ class Sampler:
 
         ``logits_SV``: any float dtype, on the sampler's device; not written to.
         """
+        logits_SV = logits_SV.float()
+        token_Q, status_Q, failed = self.queue(logits_SV, draws)
+        return self._outcomes(logits_SV, draws, token_Q, status_Q, failed)
+
+    def queue(
+        self, logits_SV: torch.Tensor, draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, ErrorInfo]]:
+        """Put the draws on the device, without waiting: tokens and statuses ``[Q]``.
+
+        Draws that fail before they get there are in the dictionary, by their place.
+        """
         self._counts.next_step()
         self._grammars.next_step()
-        logits_SV = logits_SV.float()
         failed: dict[int, ErrorInfo] = {}
         changed = [q for q, d in enumerate(draws) if edited(d)]
         plain = list(range(len(draws)))
@@ -104,7 +114,7 @@ class Sampler:
             back[[*plain, *changed]] = np.arange(len(draws))
             at = draw_torch.to_device(back, token_Q.device)
             token_Q, status_Q = token_Q[at], status_Q[at]
-        return self._outcomes(logits_SV, draws, token_Q, status_Q, failed)
+        return token_Q, status_Q, failed
 
     def _draw(
         self, logits_SV: torch.Tensor, draws: Sequence[Draw], edits: Edits | None = None
