@@ -25,7 +25,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
-MAX_GRAMMAR_CHARS = 1 << 17
+MAX_GRAMMAR_CHARS = 1 << 16  # as many as the compiler reads
 _INT32 = 1 << 31
 _INT64 = 1 << 63
 

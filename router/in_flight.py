@@ -32,6 +32,7 @@ from protocol.types import (
     Delta,
     FinishReason,
     Peer,
+    Request,
     Ticket,
     TicketId,
     Usage,
@@ -205,7 +206,7 @@ class InFlight:
         token_ids, logprobs, text, matched = effect.token_ids, effect.logprobs, "", None
         if flight.texts:
             texts = flight.texts[effect.choice]
-            piece = texts.push(token_ids)
+            piece = texts.push(_shown(flight.request, effect))
             text, matched = piece.text, piece.stop_matched
             if piece.stop_token_index is not None:
                 kept = piece.stop_token_index + 1 - effect.index
@@ -285,6 +286,13 @@ class InFlight:
     def _linger_over(self, flight: Flight) -> None:
         log.warning("a leg of %s never said Done", flight.request.request_id)
         self.feed(flight, on.LingerOver())
+
+
+def _shown(request: Request, effect: on.Deliver) -> tuple[int, ...]:
+    """The tokens that become text: a stop token of the client's own is counted, not shown."""
+    ids, stops = effect.token_ids, request.sampling.stop_token_ids
+    stopped = stops and effect.finish is FinishReason.STOP and ids and ids[-1] in stops
+    return ids[:-1] if stopped and not request.include_stop_str_in_output else ids
 
 
 def _peers(ticket: Ticket) -> Iterable[tuple[Side, Peer]]:

@@ -42,10 +42,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a choice ended."""
+    """How a choice ended, and at which stop string or stop token of the client's own."""
 
     finish_reason: FinishReason
-    matched_stop: str | None
+    matched_stop: str | int | None
 
 
 class ChoiceReply:
@@ -58,6 +58,7 @@ class ChoiceReply:
         self._vocabulary = vocabulary
         self._prompt_text = prompt_text
         self._is_first = True
+        self._last_token = -1
         k = request.sampling.logprobs
         self._logprobs = None if k is None else self._logprobs_of(k)
 
@@ -77,14 +78,22 @@ class ChoiceReply:
                 )
         if delta.logprobs and self._request.sampling.logprobs is not None:
             piece.add(Piece("", self._answered(delta)))
+        if delta.token_ids:
+            self._last_token = delta.token_ids[-1]
         if delta.finish_reason is not None:
-            self.ending = Ending(delta.finish_reason, delta.matched_stop)
+            self._end(delta.finish_reason, delta.matched_stop)
         return piece
 
     def end(self, complete: Complete) -> None:
         """The answer's end is that of its only choice."""
         if self.ending is None:
-            self.ending = Ending(complete.finish_reason, complete.matched_stop)
+            self._end(complete.finish_reason, complete.matched_stop)
+
+    def _end(self, reason: FinishReason, matched: str | int | None) -> None:
+        stops = self._request.sampling.stop_token_ids
+        if matched is None and reason is FinishReason.STOP and self._last_token in stops:
+            matched = self._last_token
+        self.ending = Ending(reason, matched)
 
     def _logprobs_of(self, k: int) -> CompletionLogprobs:
         skip = self._request.skip_special_tokens

@@ -120,7 +120,7 @@ class ChatShape(CompletionShape):
 
 
 def _ending(ending: Ending) -> dict[str, Any]:
-    # stop_reason is vLLM's addition: which stop string it was.
+    # stop_reason is vLLM's addition: which stop string, or stop token, it was.
     return {"finish_reason": ending.finish_reason.value, "stop_reason": ending.matched_stop}
 
 

@@ -165,7 +165,8 @@ def test_ends_are_those_that_were_asked_for(replies) -> None:
     assert told["eos first"]["choices"][0]["finish_reason"] == "stop"
     assert told["min_tokens"]["usage"]["completion_tokens"] == 4
     assert told["stop on the first token"]["usage"]["completion_tokens"] == 1
-    assert told["stop on the first token"]["choices"][0]["finish_reason"] == "stop"
+    (at_once,) = told["stop on the first token"]["choices"]
+    assert (at_once["finish_reason"], at_once["text"], at_once["stop_reason"]) == ("stop", "", 77)
     (stopped,) = told["stop string across the hand-off"]["choices"]
     assert (stopped["text"], stopped["stop_reason"]) == ("", "jj")
     assert told["stop string across the hand-off"]["usage"]["completion_tokens"] == 2

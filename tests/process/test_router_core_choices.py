@@ -119,3 +119,26 @@ def test_logprobs_go_with_their_tokens_and_end_with_a_stop_string() -> None:
             await bench.gone()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_is_counted_and_shown_only_where_asked(include: bool) -> None:
+    async def scenario() -> None:
+        async with Bench() as bench:
+            wanted = replace(
+                two_choices(stop_token_ids=(ord("b"),)),
+                n_choices=1,
+                include_stop_str_in_output=include,
+            )
+            task = bench.ask(wanted, Shout())
+            ticket = await bench.both_opened()
+            a, b = ord("a"), ord("b")
+            say(bench, TokenItem(ticket.id, 0, (a, b), FinishReason.STOP))
+            bench.prefill.done(ticket)
+            bench.decode.done(ticket)
+            delta, complete = await task
+            assert delta == Delta(0, (a, b), "ab!" if include else "a!")
+            assert isinstance(complete, Complete) and complete.usage.completion_tokens == 2
+            await bench.gone()
+
+    run(scenario)
