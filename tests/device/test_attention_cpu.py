@@ -138,7 +138,7 @@ def test_a_number_that_is_none_stays_in_its_row(backend, where, bad) -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_long_contexts_are_cut_and_joined(window) -> None:
     shape = replace(GQA, page_size=16, window=window, sinks=True)
-    rows = [(700, 1), (5, 1), (300, 1), (100, 30)]
+    rows = [(700, 1), (5, 1), (300, 1), (250, 30)]
     backend = NumbaAttention()
     batch, _ = prepare(shape, rows, 7)
     n_partials, threads = backend.plan(batch, shape.geometry, CPU).numbers
