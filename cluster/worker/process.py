@@ -17,6 +17,7 @@ Life of a ``WorkerProcess``; methods may be called from any thread but its own l
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import logging
 import os
@@ -106,6 +107,8 @@ class WorkerProcess:
         # What is there now stays until the end: no collection need ever look at it again.
         gc.collect()
         gc.freeze()
+        # But at the exit modules must be taken down, or Triton's bindings report them as leaked.
+        atexit.register(gc.unfreeze)
         self._state = follow(WORKER_TABLE, self._state, WorkerEvent.LOADED)
         return self._info
 
