@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import bench_engine
+from cluster.cli import bench_engine, bench_scheduler
 from cluster.cli.config import SetOption
 
 app = typer.Typer(help="Measure, beside the alternatives.", no_args_is_help=True)
 app.command("engine")(bench_engine.engine)
+app.command("scheduler")(bench_scheduler.scheduler)
 
 
 @app.command()
