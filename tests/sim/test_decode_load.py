@@ -95,7 +95,8 @@ def test_the_chosen_reserve_is_near_the_best_of_all(
     assert speed[CHOSEN] > gain * speed[1 << 20], speed
 
 
-def test_five_minutes_are_the_same_with_and_without_skipping() -> None:
+@pytest.mark.parametrize("host_pages", [0, 100])
+def test_five_minutes_are_the_same_with_and_without_skipping(host_pages: int) -> None:
     rng = random.Random(5)
     arrivals = [
         Arrival(
@@ -108,11 +109,13 @@ def test_five_minutes_are_the_same_with_and_without_skipping() -> None:
         )
         for _ in range(120)
     ]
-    one = DecodeLoad(arrivals, 150, options(reserve_tokens=16), model=CPU, skip=False).run()
-    two = DecodeLoad(arrivals, 150, options(reserve_tokens=16), model=CPU, skip=True).run()
+    made = options(reserve_tokens=16, host_pages=host_pages)
+    one = DecodeLoad(arrivals, 150, made, model=CPU, skip=False).run()
+    two = DecodeLoad(arrivals, 150, made, model=CPU, skip=True).run()
     assert one.seconds == two.seconds > 300
     assert "\n".join(one.log).encode() == "\n".join(two.log).encode()
-    assert one.counts == two.counts and one.counts["preemptions recompute"] > 0
+    how = "offload" if host_pages else "recompute"
+    assert one.counts == two.counts and one.counts[f"preemptions {how}"] > 0
     assert one.steps == two.steps == one.plans and two.plans < one.plans / 2
     print(f"\n{one.plans} plans became {two.plans}")
 

@@ -8,7 +8,6 @@ import pytest
 from unit.decode_worker.decode_bench import (
     Q,
     done,
-    grant,
     home,
     items,
     make,
@@ -25,7 +24,7 @@ from protocol.errors import ErrorInfo
 from protocol.events import Count, FromRouter, RouterLost
 from protocol.messages import Cancel, Queued, Reserved, Stop
 from protocol.step import MAX_OVERTAKES, CopyKind, RowResult, StepPlan, StepResult
-from protocol.types import Outcome, SamplingParams, Ticket, TicketId
+from protocol.types import Outcome, SamplingParams, Ticket, TicketId, TokenLogprobs
 
 OLD, MID, NEW = (TicketId(name) for name in ("old", "mid", "new"))
 BROKEN = ErrorInfo("INTERNAL", "broken")
@@ -242,6 +241,68 @@ def test_prompts_that_are_being_computed_give_way_too() -> None:
     open_(role, local(MID, 16, 2))
     plan = until_away(role, MID)
     assert list(plan.advance) == [OLD]
+
+
+def test_nobody_takes_the_pages_that_a_fork_still_copies() -> None:
+    """Rather does a running answer miss one step; in the next plan somebody gives way."""
+    role = make_tight(5)
+    open_(role, local(OLD))
+    for _ in range(4):
+        step(role)
+    open_(role, local(MID, 6, 6, n_choices=2))
+    step(role)  # OLD has filled two pages now, and MID's choices part
+    plan = role.plan(0.0)
+    assert plan is not None and len(plan.copies) == 1 and list(plan.advance) == [MID]
+    assert plan.reasons[OLD].startswith("not one page for its next token")
+    finish(role, plan)
+    plan = role.plan(0.0)
+    assert plan is not None and dict(plan.advance) == {OLD: 1, MID: 1}
+    assert preempted(finish(role, plan)) == ["recompute"]
+
+
+def test_nobody_gives_way_to_a_later_one() -> None:
+    """A fork's first choice lacks a page, and only older answers could be preempted."""
+    role = make_tight(7)
+    open_(role, local(OLD))
+    open_(role, local(MID))
+    for _ in range(2):
+        step(role)
+    open_(role, local(NEW, 8, 6, n_choices=2))
+    step(role)
+    plan = role.plan(0.0)
+    assert plan is not None and dict(plan.advance) == {OLD: 1, MID: 1, NEW: 1}
+    assert [row.choices for row in plan.rows if row.ticket_id == NEW] == [(1,)]
+    assert not preempted(finish(role, plan))
+
+
+def test_prompt_logprobs_of_a_prompt_that_gave_way_are_gathered_anew() -> None:
+    role = make_tight(6, max_num_batched_tokens=8)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    open_(role, local(OLD, 8, 16))
+    step(role)
+    open_(role, local(MID, 16, sampling=params))
+    heard = []
+    away = 0
+    while not role.is_idle():
+        plan = role.plan(0.0)
+        assert plan is not None
+        away += plan.reasons.get(MID, "").startswith("preempted")
+        rows = []
+        for row in plan.rows:
+            given = ()
+            if row.prompt_logprobs is not None:
+                last = row.start + len(row.tokens)
+                given = tuple(TokenLogprobs(i, -1.0, 1) for i in range(row.start + 1, last + 1))
+                given = given[: 15 - row.start]
+            rows.append(RowResult((7,) if row.sample else (), prompt_logprobs=given))
+        heard += [
+            item
+            for item in items(role.step_done(StepResult(tuple(rows)), 0.0))
+            if item.ticket_id == MID
+        ]
+    assert away
+    assert [one.token_id for one in heard[0].prompt_logprobs] == list(range(1, 16))
+    assert not heard[1].prompt_logprobs
 
 
 def test_urgent_floods_do_not_starve_who_was_preempted() -> None:
