@@ -39,33 +39,33 @@ def test_each_choice_has_its_own_text_stop_and_end() -> None:
             a, b, c = (ord(letter) for letter in "abc")
             say(
                 bench,
-                TokenItem(ticket.id, 0, (a,), choice=0, cached_tokens=16),
-                TokenItem(ticket.id, 0, (b,), choice=1, cached_tokens=16),
+                TokenItem(ticket.id, 0, (b,), choice=0, cached_tokens=16),
+                TokenItem(ticket.id, 0, (a,), choice=1, cached_tokens=16),
             )
             say(
                 bench,
-                TokenItem(ticket.id, 1, (c,), choice=0),
-                TokenItem(ticket.id, 1, (a,), choice=1),
+                TokenItem(ticket.id, 1, (a,), choice=0),
+                TokenItem(ticket.id, 1, (c,), choice=1),
             )
             stop = await bench.decode.hear(Stop)
-            assert (stop.ticket_id, stop.index, stop.choice) == (ticket.id, 2, 0)
+            assert (stop.ticket_id, stop.index, stop.choice) == (ticket.id, 2, 1)
             say(
                 bench,
-                TokenItem(ticket.id, 2, (b,), choice=0),  # was on its way: dropped
-                TokenItem(ticket.id, 2, (b, a), FinishReason.LENGTH, choice=1),
+                TokenItem(ticket.id, 2, (b,), choice=1),  # was on its way: dropped
+                TokenItem(ticket.id, 2, (b, a), FinishReason.LENGTH, choice=0),
             )
             bench.prefill.done(ticket)
             bench.decode.done(ticket)
             *deltas, complete = await task
             assert deltas == [
-                Delta(0, (a,), "a", 0),
-                Delta(0, (b,), "b", 1),
-                Delta(1, (c,), "", 0, finish_reason=FinishReason.STOP, matched_stop="c"),
-                Delta(1, (a,), "a", 1),
-                Delta(2, (b, a), "ba!", 1, finish_reason=FinishReason.LENGTH),
+                Delta(0, (b,), "b", 0),
+                Delta(0, (a,), "a", 1),
+                Delta(1, (a,), "a", 0),
+                Delta(1, (c,), "", 1, finish_reason=FinishReason.STOP, matched_stop="c"),
+                Delta(2, (b, a), "ba!", 0, finish_reason=FinishReason.LENGTH),
             ]
             assert isinstance(complete, Complete)
-            assert (complete.finish_reason, complete.matched_stop) == (FinishReason.STOP, "c")
+            assert (complete.finish_reason, complete.matched_stop) == (FinishReason.LENGTH, None)
             usage = complete.usage
             assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (
                 20,

@@ -132,3 +132,11 @@ def test_json_has_no_infinity_and_as_many_as_asked_for(k: int) -> None:
         (-9999.0, 9),
         *([(-0.5, 1)] if k else []),
     ]
+
+
+def test_the_answer_begins_where_the_echoed_text_ends() -> None:
+    """Some tokenizers' texts lack the first token's space; a prompt may end inside a character."""
+    for tokens, text in ((ids_of(" a"), "a"), (ids_of("aé")[:2], "a\ufffd")):
+        told = CompletionLogprobs(VOCABULARY, 0, skip_special_tokens=True)
+        told.prompt(tokens, entries(tokens[1:]), text)
+        assert told.answer(entries(ids_of("bc")))["text_offset"] == [len(text), len(text) + 1]
