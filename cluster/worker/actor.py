@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.worker.options import WorkerOptions
+from cluster.worker.thread_environment import prepare_threads
 from kv_transfer.transports.nccl_env import prepare_nccl_environment
 from protocol.errors import ErrorInfo, TandemError
 from protocol.types import Peer, WorkerInfo
@@ -30,20 +31,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CALLS_AT_ONCE = 8
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-)
 
 
 class WorkerActor:
     """One worker in a process of its own."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        for name in _THREAD_VARIABLES:
-            os.environ[name] = str(options.threads)
+        prepare_threads(os.environ, options.threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         if options.use_gpu:
             # Without a device's name: NCCL finds the one that leads to the other worker.
