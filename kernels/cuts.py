@@ -5,10 +5,10 @@ value, so equal logits stay together and the result does not depend on a sort. S
 order are those of vLLM and transformers: min_p over the whole row, then top_k, then top_p of the
 mass that the two left. It must never look at another row.
 
- 1. The largest logits are found through the largest blocks and sorted; most cuts lie within the
-    first 64 of them, nearly all within the second look, at one or more from nearly every block.
+ 1. The largest logits are found through the largest blocks and sorted; a narrow cut lies within.
  2. Otherwise the floor is found by halving the range of ordered integers, each time with one
-    counting or summing pass: exact, and no sort of the whole row (which costs 3 ms).
+    counting or summing pass, until what is left can be sorted. (Measured on SmolLM2's logits: 0.1
+    to 0.25 ms for a nucleus of 30 to 2,500 tokens; a second, larger look took longer.)
 
 Shape suffixes: V vocabulary, N blocks, K candidates.
 """
@@ -61,8 +61,8 @@ def sort_down(numbers: Any, n: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def candidates(x_V: Any, top_N: Any, least: Any, out_K: Any) -> Any:
-    """The logits of at least ``least``, largest first, equal ones by id; their number.
+def candidates(x_V: Any, top_N: Any, least: Any, most: Any, out_K: Any) -> Any:
+    """The logits from ``least`` to ``most``, largest first, equal ones by id; their number.
 
     One int64 each: the ordered logit, then the id counted backwards. -1 if there are more than
     ``out_K`` has room for.
@@ -72,7 +72,7 @@ def candidates(x_V: Any, top_N: Any, least: Any, out_K: Any) -> Any:
         if top_N[n] >= least:
             for j in range(n * BLOCK, min(len(x_V), (n + 1) * BLOCK)):
                 o = ordered(x_V[uint64(j)])
-                if o >= least:
+                if least <= o <= most:
                     if n_found == len(out_K):
                         return -1
                     out_K[n_found] = (int64(o) << 32) + (int64(0xFFFFFFFF) - j)
@@ -101,11 +101,9 @@ def floor_of(
             return floor
     if p <= 0.0:
         return top
-    for ahead in (AHEAD, len(top_N) - 1):
-        least = least_of_largest(top_N, ahead)
-        n_found = candidates(x_V, top_N, least, room_K)
-        if n_found < 0:
-            break
+    least = least_of_largest(top_N, AHEAD)
+    n_found = candidates(x_V, top_N, least, top, room_K)
+    if n_found >= 0:
         settled, found = _floor_within(
             x_V, top_N, top, per_t, k, p, floor, room_K, n_found, least == LOWEST
         )
@@ -116,7 +114,7 @@ def floor_of(
     if p >= 1.0:
         return floor
     goal = p * mass(x_V, top_N, top, per_t, floor)
-    return max(floor, _floor_by_mass(x_V, top_N, top, per_t, floor, goal))
+    return max(floor, _floor_by_mass(x_V, top_N, top, per_t, floor, goal, room_K))
 
 
 @njit(nogil=True, cache=True)
@@ -141,20 +139,32 @@ def _floor_within(
     if p >= 1.0:
         return True, floor
     goal = p * mass(x_V, top_N, top, per_t, floor)
+    reached, last, n_walked = _walk(top, per_t, float64(0.0), goal, floor, top, room_K, n_found)
+    if reached:
+        return True, last
+    return whole or n_walked < n_found, floor
+
+
+@njit(nogil=True, cache=True)
+def _walk(
+    top: Any, per_t: Any, before: Any, goal: Any, floor: Any, last: Any, room_K: Any, n_found: Any
+) -> Any:
+    """Down the sorted candidates from mass ``before`` until the goal is reached or the floor.
+
+    Returns whether it was, the last value that stays, and how many candidates were passed. A
+    value stays while the mass of what is larger has not reached the goal.
+    """
     largest = value_of(top)
-    before = float64(0.0)  # mass of what is larger than the candidates now looked at
-    last, i = top, 0
+    i = 0
     while i < n_found and int32(room_K[i] >> 32) >= floor:
         if before >= goal:
-            return True, last
+            return True, last, i
         last, n_equal = int32(room_K[i] >> 32), 0
         while i < n_found and int32(room_K[i] >> 32) == last:
             n_equal += 1
             i += 1
         before += n_equal * math.exp(float64((value_of(last) - largest) * per_t))
-    if before >= goal:
-        return True, last
-    return whole or i < n_found, floor
+    return before >= goal, last, i
 
 
 @njit(nogil=True, cache=True)
@@ -171,11 +181,27 @@ def _floor_by_count(x_V: Any, top_N: Any, top: Any, k: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _floor_by_mass(x_V: Any, top_N: Any, top: Any, per_t: Any, floor: Any, goal: Any) -> Any:
-    """The least integer such that what exceeds it has less mass than the goal."""
+def _floor_by_mass(
+    x_V: Any, top_N: Any, top: Any, per_t: Any, floor: Any, goal: Any, room_K: Any
+) -> Any:
+    """The least value such that what exceeds it has less mass than the goal.
+
+    Halved until the logits between the bounds can be sorted.
+    """
     low, high = int64(floor), int64(top)
+    middle = int64(ordered(value_of(top) - float32(10.0) / per_t))  # a likely lower bound
+    halvings = 0
     while low < high:
-        middle = (low + high) >> 1
+        if halvings > 3 and halvings & 1 == 0:
+            n_found = candidates(x_V, top_N, int32(low), int32(high), room_K)
+            if n_found >= 0:
+                above = float64(0.0)
+                if high < top:
+                    above = mass(x_V, top_N, top, per_t, int32(high + 1))
+                return _walk(top, per_t, above, goal, int32(low), int32(high), room_K, n_found)[1]
+        if halvings > 0 or not low <= middle < high:
+            middle = (low + high) >> 1
+        halvings += 1
         if mass(x_V, top_N, top, per_t, int32(middle + 1)) < goal:
             high = middle
         else:

@@ -199,9 +199,9 @@ def _logprob_rows(x_SV: Any, row_L: Any, token_L: Any, k: Any, out: Any) -> None
         out[n, 1] = float64(count_above(x_V, top_N, ordered(chosen)) + 1)
         if k > 0:
             found_K = room_K
-            if candidates(x_V, top_N, least_of_largest(top_N, k), room_K) < 0:
+            if candidates(x_V, top_N, least_of_largest(top_N, k), top, room_K) < 0:
                 found_K = np.empty(vocab, dtype=np.int64)
-                candidates(x_V, top_N, least_of_largest(top_N, k), found_K)
+                candidates(x_V, top_N, least_of_largest(top_N, k), top, found_K)
             for i in range(k):
                 token = int64(0xFFFFFFFF) - (found_K[i] & int64(0xFFFFFFFF))
                 out[n, 2 + i] = float64(token)
