@@ -28,6 +28,9 @@ from protocol.types import KvGeometry
 
 _PIECES_PER_THREAD = 4  # enough to share rows out evenly, few enough to join
 _SMALLEST_PIECE = 128  # positions
+# Below these one thread is done before a team has met.
+_TOO_LITTLE = 2**18  # bytes of keys and values
+_TOO_FEW = 2**20  # multiplications per query head of a KV head
 
 
 def _missing() -> str | None:
@@ -55,18 +58,24 @@ class NumbaAttention:
     def plan(self, batch: Batch, geometry: KvGeometry, device: torch.device) -> Plan:
         """Tensors (int64): the table as far as it is known, then what it points to.
 
-        Numbers: partial results, threads.
+        Numbers: partial results, threads for rows of one token, threads for others.
         """
         from kernels import attn_table as at
 
-        threads = torch.get_num_threads()
+        row_threads = prompt_threads = torch.get_num_threads()
         number = getattr(torch, geometry.dtype).itemsize
         cell = geometry.kv_heads * geometry.head_dim * number
         half = geometry.page_size * cell
         cells = cells_T(batch.page_T, batch.offset_T, geometry.layers, geometry.page_size) * cell
         first_page_R = batch.first_page_R
-        pieces, merges, n_partials = _pieces(batch, first_page_R, threads)
-        many = np.flatnonzero(batch.q_len_R > 1)
+        one = batch.q_len_R == 1
+        if int(batch.kv_len_R[one].sum()) * 2 * cell < _TOO_LITTLE:
+            row_threads = 1
+        pieces, merges, n_partials = _pieces(batch, first_page_R, row_threads)
+        many = np.flatnonzero(~one)
+        products = int((batch.q_len_R[many] * batch.kv_len_R[many]).sum())
+        if products * geometry.kv_heads * geometry.head_dim < _TOO_FEW:
+            prompt_threads = 1
         prompts = np.array(
             [batch.q_start_R[many], batch.q_len_R[many], batch.kv_len_R[many], first_page_R[many]]
         ).T
@@ -79,7 +88,7 @@ class NumbaAttention:
             *(len(merges), at_merges, at_pages, geometry.page_size, 2 * geometry.layers * half),
             *(half, geometry.kv_heads, geometry.head_dim, geometry.head_dim * number),
         )
-        return Plan([torch.from_numpy(table), *tensors], [n_partials, threads])
+        return Plan([torch.from_numpy(table), *tensors], [n_partials, row_threads, prompt_threads])
 
     def attend(
         self,
@@ -96,7 +105,8 @@ class NumbaAttention:
 
         kv_heads, head_dim = kv.shape[4:]
         heads = q_THD.shape[1]
-        n_partials, threads = plan.numbers
+        n_partials, row_threads, prompt_threads = plan.numbers
+        threads = max(row_threads, prompt_threads)
         code = compiled(heads // kv_heads, head_dim, kv.dtype)
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD.float(), k_TND, v_TND))
         out = torch.empty(q_THD.shape, dtype=torch.float32)
@@ -125,11 +135,11 @@ class NumbaAttention:
         address = table_tensor.data_ptr()
         _call(code.store, address)
         if table[at.N_PIECES]:
-            _team(code.rows, address, threads)
+            _team(code.rows, address, row_threads)
         if table[at.N_MERGES]:
             _call(code.merge, address)
         if table[at.N_PROMPTS]:
-            _team(code.prompts, address, threads)
+            _team(code.prompts, address, prompt_threads)
         return out.to(q_THD.dtype)
 
 
