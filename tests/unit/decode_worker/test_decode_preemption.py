@@ -16,7 +16,8 @@ from unit.decode_worker.decode_bench import (
     step,
     ticket,
 )
-from unit.decode_worker.decode_world import DecodeWorld, make_options
+from unit.decode_worker.decode_traffic import make_options
+from unit.decode_worker.decode_world import DecodeWorld
 
 from decode_worker.role import DecodeRole
 from decode_worker.sequence import MAX_PREEMPTIONS

@@ -12,7 +12,8 @@ import random
 from collections import Counter
 
 import pytest
-from unit.decode_worker.decode_world import DecodeWorld, Faults, make_options, random_ticket
+from unit.decode_worker.decode_traffic import make_options, random_ticket
+from unit.decode_worker.decode_world import DecodeWorld, Faults
 
 from protocol.types import Outcome
 
@@ -75,5 +76,5 @@ def test_ends_of_every_kind_leave_nothing_behind() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("batch", range(10))
 def test_thousands_of_traces(batch: int) -> None:
-    traces(2000 + batch * 200, 2200 + batch * 200)
-    traces(6000 + batch * 100, 6100 + batch * 100, FAULTS)
+    traces(2000 + batch * 150, 2150 + batch * 150)
+    traces(6000 + batch * 50, 6050 + batch * 50, FAULTS)
