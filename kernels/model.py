@@ -18,6 +18,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from kernels.attention import Needs
 from kernels.attention_op import NAME
 from kernels.linear_cpu import speed_up
+from kernels.gguf_folder import model_folder
 from kernels.model_info import Described, describe, fingerprint
 from kernels.parallel import RankPlace, check_divisible
 from kernels.probe import probe, reason
@@ -63,15 +64,16 @@ def load_model(
     max_model_len: int | None = None,
     place: RankPlace | None = None,
 ) -> LoadedModel:
-    """Load the folder ``path``. ``threads`` is set for the whole process. ``place``: load this
+    """Load the folder or GGUF file ``path``. ``threads`` is set for the whole process. ``place``: load this
     rank's slice; the process has joined the other ranks, and all of them load now.
 
     Weights come memory-mapped from safetensors, never from pickles. Raises ``ConfigError``
     naming the folder and the feature that cannot be served.
     """
     torch.set_num_threads(threads)
-    described = describe(path, dtype, max_model_len, device)
     digest = fingerprint(path)
+    path = model_folder(path)  # a GGUF file is loaded as what it was converted to
+    described = describe(path, dtype, max_model_len, device)
     ranks = 1 if place is None else place.size
     if ranks > 1:
         check_divisible(described, ranks)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.gguf_folder import gguf_file, gguf_fingerprint, model_folder
 from protocol.errors import ConfigError
 from protocol.types import DTYPE_BYTES, KvGeometry, ModelInfo
 
@@ -74,7 +75,7 @@ def describe(
     path: str | Path, dtype: str, max_model_len: int | None, device: str = "cpu"
 ) -> Described:
     """Read and check the config of a folder. Raises ``ConfigError``."""
-    folder = Path(path)
+    folder = model_folder(path)
     weight_files(folder)
     raw = _read_json(folder / "config.json")
     config = _transformers_config(folder, raw)
@@ -93,16 +94,12 @@ def describe(
 def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files. Raises ``ConfigError`` when it is no model folder."""
     if folder.is_file():
-        what = "a GGUF file" if folder.suffix == ".gguf" else "a file"
-        raise ConfigError(f"model.path {folder}: {what}, where a Hugging Face folder is needed")
+        raise ConfigError(
+            f"model.path {folder}: a file, where a Hugging Face folder or a .gguf file is needed"
+        )
     if not folder.is_dir():
         raise ConfigError(f"model.path {folder}: no such folder")
     files = sorted(folder.glob("*.safetensors"))
-    if not files and (ggufs := sorted(folder.glob("*.gguf"))):
-        raise ConfigError(
-            f"model.path {folder}: holds {ggufs[0].name} but no .safetensors; GGUF weights must "
-            f"be converted to a Hugging Face folder first"
-        )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path {folder}: no config.json, so not a Hugging Face folder")
     if not files:
@@ -117,7 +114,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(path: str | Path) -> str:
-    """SHA-256 (32 hex digits of it) over config, headers, sizes and sampled bytes of weights."""
+    """SHA-256 (32 hex digits of it) over config, headers, sizes and sampled bytes of weights; of
+    a GGUF file over itself, whatever it was converted to."""
+    if (source := gguf_file(path)) is not None:
+        return gguf_fingerprint(source)
     folder = Path(path)
     files = weight_files(folder)
     config = _read_json(folder / "config.json")

@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from kernels.gguf_folder import model_folder
 from protocol.errors import ConfigError, InternalError, InvalidArgument
 from protocol.types import Request
 from router.token_bytes import TokenBytes
@@ -163,12 +164,14 @@ class TextCodec:
     """The served model's tokenizer and chat template. Thread-safe: nothing here is changed."""
 
     def __init__(self, model_path: str | Path) -> None:
-        """Load from a Hugging Face folder. Raises ``ConfigError`` when it has no usable one."""
+        """Load from a Hugging Face folder or a GGUF file. Raises ``ConfigError`` when there is no
+        usable one."""
         # Imported here: it takes seconds, and only a running router needs it.
         from transformers import AutoTokenizer
 
+        folder = model_folder(model_path)
         try:
-            loaded = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:
             raise ConfigError(f"cannot load the tokenizer of {model_path}: {error}") from error
         backend = getattr(loaded, "backend_tokenizer", None)

@@ -6,7 +6,6 @@ Owns the composition of the arms and the report's outermost shape. It never meas
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
@@ -21,6 +20,7 @@ from cluster.bench.engine_work import Phase, Work
 from cluster.bench.quiet import busy_share
 from cluster.worker.engine import use_threads
 from cluster.worker.options import DEFAULT_PAGE_SIZE
+from kernels.gguf_folder import model_folder
 from kernels.model_info import read_model_info
 from protocol.config import TandemConfig
 from protocol.errors import InvalidArgument
@@ -45,7 +45,7 @@ def measure(
     if peer is not None:
         check_python(*peer)
     page_size = DEFAULT_PAGE_SIZE if base.kv.page_size == "auto" else base.kv.page_size
-    path, dtype = str(Path(base.model.path).expanduser().resolve()), base.model.dtype
+    path, dtype = str(model_folder(base.model.path, progress).resolve()), base.model.dtype
     info = read_model_info(path, dtype, page_size, None)
     if work.longest > info.max_model_len:
         raise InvalidArgument(

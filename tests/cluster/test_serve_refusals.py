@@ -39,11 +39,11 @@ def test_longer_than_the_model(tmp_path: Path, model: Path) -> None:
     assert "model.max_model_len: 9999999 is longer than the" in line
 
 
-def test_gguf_file(tmp_path: Path) -> None:
+def test_damaged_gguf_file(tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
-    file.write_bytes(b"GGUF")
+    file.write_bytes(b"GGML")
     line = refused(tmp_path, str(write_config(tmp_path, file, "gguf")))
-    assert f"{file}: a GGUF file; it must be a Hugging Face model folder" in line
+    assert f"{file}: not a GGUF file" in line
 
 
 def test_unknown_key(tmp_path: Path) -> None:

@@ -114,18 +114,10 @@ def test_mask_as_wide_as_the_longest_sequence_is_no_obstacle(tmp_path: Path) -> 
         assert load_model(folder, max_model_len=8).described.max_model_len == 8
 
 
-def test_gguf_file_and_folder(tmp_path: Path) -> None:
-    """GGUF is not served as it is: ``tandem model fetch`` converts, and so can its user."""
-    file = tmp_path / "tiny.gguf"
-    file.write_bytes(b"GGUF" + bytes(20))
-    assert refusal(file) == "a GGUF file, where a Hugging Face folder is needed"
-    sentence = refusal(tmp_path)
-    assert "tiny.gguf" in sentence and "converted to a Hugging Face folder first" in sentence
-    (tmp_path / "config.json").write_text("{}")
-    assert refusal(tmp_path) == sentence
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     other = tmp_path / "notes.txt"
     other.write_text("")
-    assert refusal(other) == "a file, where a Hugging Face folder is needed"
+    assert refusal(other) == "a file, where a Hugging Face folder or a .gguf file is needed"
 
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:

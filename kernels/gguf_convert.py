@@ -1,8 +1,9 @@
 """Turns one GGUF file into a safetensors folder that transformers loads by itself.
 
-Runs as a process of its own (``python -m cluster.cli.gguf_convert GGUF FOLDER``), because it
+Runs as a process of its own (``python -m kernels.gguf_convert GGUF FOLDER``), because it
 needs the whole model in memory twice and prints progress bars that nobody asked for. It must
-never decide where a model lives or whether a folder is complete: ``model_store`` does.
+never decide where a model lives or whether a folder is complete: ``gguf_folder`` and
+``cluster.cli.model_store`` do.
 """
 
 from __future__ import annotations
