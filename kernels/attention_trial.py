@@ -68,13 +68,17 @@ def fastest(
     if device.type != "cpu" or len(able) < 2:
         return first, line
     trials: list[_Trial] = []
-    failed: list[str] = []
+    passed_over = [
+        f"{b.declaration.name}: {reason}"
+        for b in backends
+        if (reason := why_not(b.declaration, needs, geometry, device.type))
+    ]
     for backend in able:
         try:
             trials.append(_prepare(backend, needs, geometry, group, device))
         except Exception as e:  # a compiler, a foreign library: whatever it raises means the same
             name, reason = backend.declaration.name, (str(e).splitlines() or [type(e).__name__])[0]
-            failed.append(f"{name}: {reason}")
+            passed_over.append(f"{name}: {reason}")
             _log.warning("attention backend %s fails its trial and is not used: %s", name, reason)
     if not trials:
         return choose([b for b in backends if b not in able], needs, geometry, device.type)
@@ -86,14 +90,14 @@ def fastest(
     for trial in trials[1:]:
         if math.prod(trial.least) < _CLEARLY**2 * math.prod(best.least):
             best = trial
-    return best.backend, _line(best, trials, failed)
+    return best.backend, _line(best, trials, passed_over)
 
 
-def _line(best: _Trial, trials: list[_Trial], failed: list[str]) -> str:
+def _line(best: _Trial, trials: list[_Trial], reasons: list[str]) -> str:
     order = sorted(trials, key=lambda trial: trial is not best)
     decode = ", ".join(f"{trial.name} {trial.least[0] * 1e3:.2g} ms" for trial in order)
     chunk = ", ".join(f"{trial.name} {trial.least[1] * 1e3:.2g} ms" for trial in order)
-    passed_over = f" (passed over: {'; '.join(failed)})" if failed else ""
+    passed_over = f" (passed over: {'; '.join(reasons)})" if reasons else ""
     return (
         f"attention: {decode} per layer at {_DECODES} x {_CONTEXT}; {chunk} for {_CHUNK} tokens "
         f"after {_CONTEXT}; ready in {best.ready:.1f} s{passed_over}"

@@ -25,7 +25,8 @@ from attention_cases import (
     random_rows,
 )
 
-from kernels.attention import Needs, why_not
+from kernels.attention import Needs, choose, why_not
+from kernels.attention_op import BACKENDS as OFFERED
 from kernels.attn_flash import FlashAttention
 from kernels.attn_varlen import VarlenAttention
 
@@ -241,3 +242,10 @@ def test_the_recorded_signature_is_that_of_the_installed_torch() -> None:
         ]
 
     assert names(varlen.varlen_attn) == names(varlen_attn)
+
+
+def test_the_start_line_on_a_cpu_says_why_gpu_backends_were_passed_over() -> None:
+    chosen, line = choose(OFFERED, Needs(), Shape().geometry, "cpu")
+    assert "cpu" in chosen.declaration.devices
+    for name in ("triton", "flash", "varlen"):
+        assert f"{name}: runs on cuda, not on cpu" in line
