@@ -31,7 +31,7 @@ def answer(runner: Runner, prompt: list[int], n: int, ends: tuple[int, ...]) -> 
         last = done + len(chunk) == len(tokens)
         greedy = SamplingParams(max_tokens=n) if last else None
         row = StepRow(TicketId("a"), chunk, done, pages, greedy, len(tokens) - len(prompt))
-        tokens += runner.run([row]).tokens.get(row.ticket_id, ())
+        tokens += runner.run([row]).rows[0].tokens
         done += len(chunk)
     return tokens[len(prompt) :]
 
