@@ -27,7 +27,7 @@ AHEAD = 64  # block maxima whose least bounds the first look: at least so many c
 ROOM = 4096  # candidates that a look may find
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def least_of_largest(top_N: Any, n: Any) -> Any:
     """The n-th largest block maximum, or less than everything if there are not so many blocks."""
     if n >= len(top_N):
@@ -45,7 +45,7 @@ def least_of_largest(top_N: Any, n: Any) -> Any:
     return int32(low)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def sort_down(numbers: Any, n: Any) -> None:
     """Sort the first ``n`` integers, largest first, in place (Shell's sort, Ciura's gaps).
 
@@ -60,7 +60,7 @@ def sort_down(numbers: Any, n: Any) -> None:
             numbers[j] = one
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def candidates(x_V: Any, top_N: Any, least: Any, most: Any, out_K: Any) -> Any:
     """The logits from ``least`` to ``most``, largest first, equal ones by id; their number.
 
@@ -81,7 +81,7 @@ def candidates(x_V: Any, top_N: Any, least: Any, most: Any, out_K: Any) -> Any:
     return n_found
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def floor_of(
     x_V: Any, top_N: Any, top: Any, per_t: Any, k: Any, p: Any, min_p: Any, room_K: Any
 ) -> Any:
@@ -117,7 +117,7 @@ def floor_of(
     return max(floor, _floor_by_mass(x_V, top_N, top, per_t, floor, goal, room_K))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _floor_within(
     x_V: Any,
     top_N: Any,
@@ -145,7 +145,7 @@ def _floor_within(
     return whole or n_walked < n_found, floor
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _walk(
     top: Any, per_t: Any, before: Any, goal: Any, floor: Any, last: Any, room_K: Any, n_found: Any
 ) -> Any:
@@ -167,7 +167,7 @@ def _walk(
     return before >= goal, last, i
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _floor_by_count(x_V: Any, top_N: Any, top: Any, k: Any) -> Any:
     """The least integer that fewer than ``k`` logits exceed: at most the k-th largest."""
     low, high = int64(LOWEST), int64(top)
@@ -180,7 +180,7 @@ def _floor_by_count(x_V: Any, top_N: Any, top: Any, k: Any) -> Any:
     return int32(low)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _floor_by_mass(
     x_V: Any, top_N: Any, top: Any, per_t: Any, floor: Any, goal: Any, room_K: Any
 ) -> Any:

@@ -105,13 +105,13 @@ def _random_bits(_context: Any, token: Any, low: Any, high: Any) -> Any:
     return types.uint32(types.uint32, types.uint32, types.uint32), emit
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def value_of(o: Any) -> Any:
     """The float32 of an ordered integer."""
     return _value(int32(o))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def maxima(x_V: Any, out_N: Any) -> Any:
     """Each block's largest element, ordered; returns the row's, and its magnitude's bits."""
     top, magnitude = LOWEST, int32(0)
@@ -126,7 +126,7 @@ def maxima(x_V: Any, out_N: Any) -> Any:
     return top, magnitude
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def first_of(x_V: Any, top_N: Any, top: Any) -> Any:
     """The lowest token id whose ordered logit is ``top``."""
     for n in range(len(top_N)):
@@ -137,7 +137,7 @@ def first_of(x_V: Any, top_N: Any, top: Any) -> Any:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def count_above(x_V: Any, top_N: Any, o: Any) -> Any:
     """How many elements are larger than the ordered value."""
     total = int64(0)
@@ -150,7 +150,7 @@ def count_above(x_V: Any, top_N: Any, o: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
+@njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 def _block_mass(x_V: Any, begin: Any, end: Any, top: Any, per_t: Any, floor: Any) -> Any:
     """Sum of exp((x - top) * per_t) over the elements at or above the floor; error 1e-6 of it.
 
@@ -174,7 +174,7 @@ def _block_mass(x_V: Any, begin: Any, end: Any, top: Any, per_t: Any, floor: Any
     return total
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def mass(x_V: Any, top_N: Any, top: Any, per_t: Any, floor: Any) -> Any:
     """Sum of exp((x - top) * per_t), top the row's largest, over elements at or above the floor."""
     largest = value_of(top)
@@ -186,7 +186,7 @@ def mass(x_V: Any, top_N: Any, top: Any, per_t: Any, floor: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _noise(shifted: Any) -> Any:
     """As ``noise.gumbel`` of one element."""
     uniform = float32((float64(shifted) + 0.5) * 2.0**-32)
@@ -194,13 +194,13 @@ def _noise(shifted: Any) -> Any:
     return -math.log(-math.log1p(-float64(uniform)))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def noise_of(token: Any, key: Any) -> Any:
     """The noise of one token, uint32, as ``noise.gumbel`` gives it for a key."""
     return _noise(_random_bits(token, uint32(key), uint32(key >> uint64(32))))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _bound(need: Any) -> Any:
     """Only shifted bits below this can give a noise of ``need`` (and a little more can)."""
     if need < -2.5:
@@ -208,7 +208,7 @@ def _bound(need: Any) -> Any:
     return int64(-math.expm1(-math.exp(-(need - 1e-3))) * 4294967296.0) + int64(2)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _any_below(begin: Any, end: Any, low: Any, high: Any, bound: Any) -> Any:
     """Whether some token in the range has shifted bits below the bound."""
     least = uint32(0xFFFFFFFF)
@@ -217,7 +217,7 @@ def _any_below(begin: Any, end: Any, low: Any, high: Any, bound: Any) -> Any:
     return int64(least) < bound
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def draw(x_V: Any, top_N: Any, top: Any, per_t: Any, floor: Any, key: Any) -> Any:
     """The token at or above the floor with the largest scaled logit plus noise.
 
