@@ -24,7 +24,7 @@ from kernels.staging import HostPlan, host_plan
 from protocol.types import KvGeometry
 
 BLOCK_QS = (8, 16, 32, 64, 128)  # tokens per item; which one fits depends on the heads per KV head
-MAX_PARTS = 32
+MAX_PARTS = 32  # a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _launch(
             HEAD=head_dim,
             BLOCK_Q=block_q,
             BLOCK_D=block_d,
-            BLOCK_S=_power(parts),
+            BLOCK_S=MAX_PARTS,
             num_warps=4,
             enable_fp_fusion=True,
         )
