@@ -68,7 +68,7 @@ def locate(table: int, pages: int, first: int, end: int, most: int, step: int, a
         set_int(at, extra, get_int(at, n - 1))
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")  # a total of 0 spoils its row alone
 def share(most: float, total: float, sinks: int, head: int) -> float:
     """What sums of weighted values are to be multiplied with; a sink is one more logit."""
     if sinks == 0:

@@ -134,6 +134,24 @@ def test_a_number_that_is_none_stays_in_its_row(backend, where, bad) -> None:
             assert not got[own].isfinite().all()
 
 
+@each_backend
+def test_logits_that_leave_nothing_to_divide_by_stay_in_their_row(backend) -> None:
+    """All logits of a row minus infinity: its weights sum to nothing, and only its own."""
+    rows = [(40, 1), (40, 1), (40, 3), (40, 3)]
+    batch, pool = prepare(GQA, rows, 7)
+    layer = layer_inputs(GQA, batch, 7)
+    plan = backend.plan(batch, GQA.geometry, CPU)
+    clean = backend.attend(layer.q, layer.k, layer.v, pool.clone(), plan, layer.call)
+    owns = [slice(int(s), int(s) + n) for s, (_, n) in zip(batch.q_start_R, rows, strict=True)]
+    for r in (0, 2):
+        pool[batch.pages_R[r], :, 0] = 1e38
+        layer.k[owns[r]] = 1e38
+        layer.q[owns[r]] = -1e10
+    got = backend.attend(layer.q, layer.k, layer.v, pool, plan, layer.call)
+    for r in (1, 3):
+        assert torch.equal(got[owns[r]], clean[owns[r]])
+
+
 @pytest.mark.parametrize("window", [0, 200])
 @pytest.mark.usefixtures("two_threads")
 def test_long_contexts_are_cut_and_joined(window) -> None:
