@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_llama, tiny_model
 
@@ -46,6 +46,11 @@ COPIES = st.builds(
 )
 
 
+# Drawing a row of ten fields is slow on a machine that does other things too.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@patient
 @given(st.lists(rows(), max_size=6), st.lists(COPIES, max_size=4))
 def test_another_rank_reads_the_same_step(sent: list[StepRow], copies: list[PageCopy]) -> None:
     got, got_copies = decode_step(encode_step(sent, copies))
@@ -59,6 +64,7 @@ def test_another_rank_reads_the_same_step(sent: list[StepRow], copies: list[Page
         assert theirs.prompt_logprobs == ours.prompt_logprobs
 
 
+@patient
 @given(st.lists(rows(), min_size=1, max_size=3), st.data())
 def test_bytes_that_are_no_step_are_refused(sent: list[StepRow], data: st.DataObject) -> None:
     whole = encode_step(sent, [])
