@@ -39,6 +39,7 @@ from protocol.types import Peer, Role, SamplingParams, Ticket, TicketId
 
 PAGE_SIZE = 16
 SHORT, USUAL = 40, 200  # prompt tokens
+COMPARED = 200  # steps of a role with a past beside one without
 _BUDGET = 2048
 _STEP_S = 0.05  # of the virtual clock
 _VOCAB = 50_000
@@ -185,29 +186,34 @@ def growth(
 ) -> dict[str, Any]:
     """Whether deciding costs more, or memory is kept, after ``requests`` were served.
 
-    The first and the last tenth are compared; ``objects`` counts what Python's collector knows.
-    ``warm`` requests before them fill what has a bound: the prefix cache, the ids remembered.
+    A role that has served them and one that has served ``warm`` only (enough to fill what has a
+    bound: the prefix cache, the ids remembered) decide in turns, so that a busy machine slows both.
+    ``objects_grown`` counts what Python's collector knows.
     """
-    bench = Bench(role, running, waiting, n_prompt=SHORT, max_tokens=4)
-    tenth = max(requests // 10, 1)
-    _serve(bench, warm)
-    bench.forget_times()
+    old, young = (
+        Bench(role, running, waiting, n_prompt=SHORT, max_tokens=4) for _ in ("old", "young")
+    )
+    for bench in (old, young):
+        _serve(bench, warm)
     before = _kept()
-    _serve(bench, warm + tenth)
-    first_plan, first_done = bench.plans, bench.dones
-    _serve(bench, warm + requests - tenth)
-    bench.forget_times()
-    _serve(bench, warm + requests)
+    _serve(old, warm + requests)
     after = _kept()
-    bench.check()
+    for bench in (old, young):
+        bench.forget_times()
+    for _ in range(COMPARED):
+        for bench in (old, young):
+            bench.fill()
+            bench.step()
+    for bench in (old, young):
+        bench.check()
     return {
         "role": role.value,
         "requests": requests,
-        "first_ms": first_plan.p(50),
-        "last_ms": bench.plans.p(50),
-        "ratio": round(bench.plans.p(50) / first_plan.p(50), 3),
-        "step_done_first_ms": first_done.p(50),
-        "step_done_last_ms": bench.dones.p(50),
+        "first_ms": young.plans.p(50),
+        "last_ms": old.plans.p(50),
+        "ratio": round(old.plans.p(50) / young.plans.p(50), 3),
+        "step_done_first_ms": young.dones.p(50),
+        "step_done_last_ms": old.dones.p(50),
         "objects_grown": after[0] - before[0],
         "rss_grown_mb": round((after[1] - before[1]) / 1e6, 1),
     }

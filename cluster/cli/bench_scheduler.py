@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 DECISION_MS = 1.0
-# Of the last tenth's median to the first's: more than noise of the measurement is growth.
+# Of a role with a past to one without: more than noise of the measurement is growth.
 GROWTH = 1.25
 TARGET_MISSED = 3
 
@@ -59,7 +59,11 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
         for d in report["decisions"]
     ]
     found += [
-        _target(f"{g['role']}: last tenth of {g['requests']} to the first", g["ratio"], GROWTH)
+        _target(
+            f"{g['role']}: a decision after {g['requests']} requests to one before",
+            g["ratio"],
+            GROWTH,
+        )
         for g in report["growth"]
     ]
     return found
