@@ -11,7 +11,7 @@ Shape suffixes: T packed tokens, H query heads, N key-value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -40,11 +40,15 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model asks of its attention, found by one probing pass over all layers."""
+    """What a model asks of its attention, found by one probing pass over all layers.
+
+    ``windows`` are the sizes, in tokens, of the layers that have one; they decide nothing.
+    """
 
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    windows: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class ProbeStep:
             window=any(c.window for c in self.calls),
             softcap=any(c.softcap for c in self.calls),
             sinks=any(c.sinks_H is not None for c in self.calls),
+            windows=tuple(c.window for c in self.calls if c.window),
         )
 
 

@@ -114,7 +114,9 @@ class KvConfig(Section):
 
     page_size: int | Literal["auto"] = Field("auto", description="Tokens per page; auto is 16.")
     memory: str = Field(
-        "auto", description='Size per worker ("2GiB") or share of device memory ("80%").'
+        "auto",
+        description='Size per worker ("2GiB") or share of free device memory ("80%"), divided by '
+        "the workers there. auto: 1 GiB on a CPU, half of what is free on a GPU.",
     )
     transport: Literal["auto", "p2p", "loopback"] = Field("auto", description="auto is p2p.")
     interface: str = Field(

@@ -19,6 +19,7 @@ import torch
 from cluster.worker.budget import Chosen, StepTimer, find_budget
 from cluster.worker.options import WorkerOptions
 from cluster.worker.ranks import FollowerRanks
+from kernels.attention import Needs
 from kernels.model import load_model
 from kernels.parallel import (
     RankPlace,
@@ -35,6 +36,8 @@ from protocol.step import StepPlan, StepResult
 from protocol.types import KvGeometry, ModelInfo, Role
 
 _log = logging.getLogger(__name__)
+
+_CPU_POOL = 1 << 30  # bytes of an automatic pool on a CPU
 
 
 def _nothing() -> None:
@@ -184,7 +187,7 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
     pool = KvPool(geometry, pages, device)
     runner = Runner(loaded, pool.tensor, options.page_size, host_kv=_host_memory(pool, host_pages))
     _log.info(
-        "%s: %d pages of %d tokens (%s), %d more in host memory, %s, %s",
+        "%s: %d pages of %d tokens (%s), %d more in host memory, %s, %s%s",
         options.worker_id,
         pool.pages,
         options.page_size,
@@ -192,6 +195,7 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
         host_pages,
         runner.attention,
         loaded.linear,
+        _window_cost(loaded.needs, geometry, model.max_model_len),
     )
     return Engine(
         model=model,
@@ -202,13 +206,29 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
     )
 
 
+def _window_cost(needs: Needs, geometry: KvGeometry, max_model_len: int) -> str:
+    """What it costs that layers with a window keep all their KV; empty where it costs nothing."""
+    unseen = sum(max(0, max_model_len - window) for window in needs.windows)
+    if not unseen:
+        return ""
+    whole = geometry.layers * max_model_len
+    return (
+        f", {len(needs.windows)} of {geometry.layers} layers see only their last "
+        f"{max(needs.windows)} tokens and keep the KV of all: {100 * unseen // whole} % of a "
+        f"sequence of {max_model_len} tokens"
+    )
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _pages(options: WorkerOptions, geometry: KvGeometry, max_model_len: int, device: str) -> int:
     """Pages of one rank's pool. The ranks of a worker share a host's memory, not a GPU's."""
-    useful = options.max_num_seqs * geometry.pages_for(max_model_len) * geometry.page_bytes
+    longest = geometry.pages_for(max_model_len) * geometry.page_bytes
+    useful = options.max_num_seqs * longest
+    if device == "cpu":  # beyond a full house the pool caches prefixes, as far as they may go
+        useful = max(longest, min(_CPU_POOL, 4 * useful))
     memory = parse_memory(
         options.kv_memory,
         available=available_memory(device),
