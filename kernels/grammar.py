@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import llguidance
 import numpy as np
@@ -36,6 +37,8 @@ _CACHED = 64
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000, max_grammar_size=10_000, verbose_errors=False
 )
+_NO_WAY_ON = "NoExtensionBias"  # llguidance: neither a token nor an end is possible
+_TOO_MUCH = ("fuel", "too many", "too large", "limit", "lexer error")
 
 
 def check_grammar(tokens: TokenTable | None, grammar: Grammar) -> str | None:
@@ -43,12 +46,18 @@ def check_grammar(tokens: TokenTable | None, grammar: Grammar) -> str | None:
 
     Without the model's ``tokens`` names of special tokens are taken on trust.
     """
+    if tokens is not None:
+        # Validation alone builds no lexer, which is where most of the work is.
+        try:
+            tokens.start(grammar).mask()
+        except InvalidArgument as e:
+            return e.message
+        return None
     try:
         text = _source(grammar)
     except ValueError as e:
         return str(e)
-    table = None if tokens is None else tokens.table
-    complaint = LLMatcher.validate_grammar(text, table, limits=_LIMITS)
+    complaint = LLMatcher.validate_grammar(text, None, limits=_LIMITS)
     if not complaint or complaint.startswith("WARNING"):
         return None
     return f"the {grammar.kind} grammar does not compile: {_one_line(complaint)}"
@@ -81,14 +90,39 @@ class TokenTable:
         return self._table
 
     def _read(self) -> llguidance.LLTokenizer:
-        from llguidance.hf import from_tokenizer
+        return _table_of(self._words())
+
+    def _words(self) -> Words:
         from transformers import AutoTokenizer
 
         if not self._eos_token_ids:
             raise ValueError("it has no end token")
         tokenizer: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError("it has no fast (tokenizers) form")
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
         n = max(self._vocab_size, len(tokenizer))
-        return from_tokenizer(tokenizer, n, list(self._eos_token_ids))
+        return {"text": backend.to_str(), "size": n, "ends": list(self._eos_token_ids)}
+
+    def to_json(self) -> str:
+        """All that another process needs for the same table; or why there is none."""
+        try:
+            return json.dumps(self._words())
+        except Exception as e:  # as in ``table``
+            return json.dumps({"why_not": _one_line(e)})
+
+    @classmethod
+    def from_json(cls, text: str) -> TokenTable:
+        """The table of which ``to_json`` told."""
+        told = json.loads(text)
+        ends = tuple(told.get("ends", ()))
+        made = cls("", told.get("size", 0), ends)
+        made._why_not = told.get("why_not")
+        if made._why_not is None:
+            made._table = _table_of(told)
+        return made
 
     @property
     def n_compiled(self) -> int:
@@ -115,6 +149,18 @@ class TokenTable:
         return GrammarState(matcher.deep_copy(), words, self._eos_token_ids)
 
 
+class Words(TypedDict):
+    """A tokenizer as llguidance reads it: its own JSON, how many ids, which of them are ends."""
+
+    text: str
+    size: int
+    ends: list[int]
+
+
+def _table_of(words: Words) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(words["text"], n_vocab=words["size"], eos_token=words["ends"])
+
+
 class GrammarState:
     """Where in its grammar one answer is.
 
@@ -136,8 +182,14 @@ class GrammarState:
         for token in tokens[n:]:  # an end, and after it nothing but ends
             ends = self._matcher.is_stopped() or self._matcher.consume_token(token)
             fits = fits and ends and token in self._ends
-        if not fits:  # llguidance's own words would quote the answer
-            raise InvalidArgument("the answer so far does not match its grammar", field=FIELD)
+        if fits:
+            return
+        if self._matcher.is_error() and any(w in self._matcher.get_error() for w in _TOO_MUCH):
+            raise InvalidArgument(
+                "the grammar takes too much work to follow at this place of the answer", field=FIELD
+            )
+        # llguidance's own words would quote the answer.
+        raise InvalidArgument("the answer so far does not match its grammar", field=FIELD)
 
     @property
     def complete(self) -> bool:
@@ -152,7 +204,9 @@ class GrammarState:
         if self._stale:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
             if self._matcher.is_error():
-                why = _one_line(self._matcher.get_error())
+                why = _one_line(self._matcher.get_error().partition("\n")[0])
+                if _NO_WAY_ON in why:
+                    why = "it allows no token here, not even an end"
                 raise InvalidArgument(f"the grammar cannot be followed: {why}", field=FIELD)
             self._stale = False
         return self._mask

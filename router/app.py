@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -23,9 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from kernels.grammar import TokenTable, check_grammar
+from kernels.grammar import TokenTable
 from protocol.config import TandemConfig
-from protocol.types import Grammar, ModelInfo, Role, WorkerInfo
+from protocol.types import ModelInfo, Role, WorkerInfo
 from protocol.wire.channel import WireServer
 from protocol.wire.clients import SessionClient
 from protocol.wire.loop_thread import LoopThread
@@ -34,6 +33,7 @@ from router import admin_proxy, grpc_front
 from router.admin_proxy import AdminProxy
 from router.dispatcher import Dispatcher
 from router.failures import Failures
+from router.grammar_trial import GrammarTrial
 from router.grpc_front import InferenceFront
 from router.http_server import HttpServer, join_address, listening_socket, split_address
 from router.openai_http import KEEPALIVE_S, OpenAIHttp
@@ -43,7 +43,6 @@ from router.status import RouterStatus
 from router.text import TextCodec
 
 STOP_S = 10.0
-GRAMMARS_KEPT = 64
 GRACE_S = 1.0  # for the errors of ended requests to reach their clients
 
 
@@ -91,6 +90,8 @@ class RouterApp:
         self._http_address = http or config.router.http
         self._grpc_address = grpc or config.router.grpc
         self._controller = controller
+        self._tokens_known = codec is None
+        self._grammars = GrammarTrial(self._tokens_json)
         self._codec = codec or TextCodec(config.model.path)
         self._build_core = build_core or self._dispatcher
         self._keepalive_s = keepalive_s
@@ -101,7 +102,7 @@ class RouterApp:
             draw_seed=lambda: secrets.randbits(63),
             draw_id=lambda: secrets.token_hex(12),
             request_timeout_s=config.timing.request_timeout_s,
-            check_grammar=self._grammar_checker(known=codec is None),
+            check_grammar=self._grammars.complaint,
         )
         self._loop: LoopThread | None = None
         self._core: RouterCore | None = None
@@ -143,6 +144,7 @@ class RouterApp:
             loop.run(self._stop(), STOP_S)
         finally:
             loop.stop()
+            self._grammars.close()
 
     async def _start(self) -> RouterEndpoints:
         core = self._core = self._build_core()
@@ -241,15 +243,13 @@ class RouterApp:
             telemetry=self.telemetry,
         )
 
-    def _grammar_checker(self, *, known: bool) -> Callable[[Grammar], str | None]:
-        """``known``: the model's tokens are, so that a grammar's special tokens are checked.
-
-        Clients repeat their grammars, and a call with many prompts repeats its one.
-        """
+    def _tokens_json(self) -> str:
+        """What the trial of grammars must know of the model's tokens; null: take them on trust."""
+        if not self._tokens_known:
+            return "null"
         model = self._model
         tokens = TokenTable(self._config.model.path, model.vocab_size, model.eos_token_ids)
-        check = functools.partial(check_grammar, tokens if known else None)
-        return functools.lru_cache(maxsize=GRAMMARS_KEPT)(check)
+        return tokens.to_json()
 
     def _session(self, worker: WorkerInfo) -> SessionClient:
         return SessionClient(
