@@ -158,15 +158,9 @@ class Steps:
     def _token(
         self, leg: Leg, seq: Sequence, row: StepRow, got: RowResult, eos: tuple[int, ...]
     ) -> TokenItem:
+        index = seq.n_answer
         reason = seq.take(got.tokens[0], eos)
-        return TokenItem(
-            leg.ticket.id,
-            seq.n_answer - 1,
-            got.tokens,
-            reason,
-            choice=seq.choices[0],
-            logprobs=got.logprobs,
-        )
+        return TokenItem(leg.ticket.id, index, got.tokens, reason, seq.choices[0], got.logprobs)
 
     def _first_tokens(
         self, leg: Leg, seq: Sequence, got: RowResult, now: float

@@ -147,12 +147,22 @@ def _pieces(
     batch: Batch, first_page_R: np.ndarray, threads: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of one token, cut where that keeps every thread busy; longest first."""
+    from kernels import attn_table as at
+
     rows = np.flatnonzero(batch.q_len_R == 1)
     length_R = batch.kv_len_R[rows]
-    piece = length_R.max(initial=1)
+    longest = length_R.max(initial=1)
+    piece = longest
     if threads > 1:
         share = -(-int(length_R.sum()) // (threads * _PIECES_PER_THREAD))
         piece = min(piece, max(_SMALLEST_PIECE, share))
+    if piece == longest:  # none is cut: the same with less to do, in most steps
+        order = np.argsort(-length_R, kind="stable")
+        r = rows[order]
+        whole = np.full((len(r), at.PIECE), -1, dtype=np.int64)
+        whole[:, 0], whole[:, 1], whole[:, 2] = batch.q_start_R[r], first_page_R[r], 0
+        whole[:, 3] = whole[:, 4] = batch.kv_len_R[r]
+        return whole, np.empty((0, at.MERGE), dtype=np.int64), 0
     count_R = -(-length_R // piece)
     at_R = np.cumsum(count_R) - count_R
     row_P = np.repeat(np.arange(len(rows)), count_R)

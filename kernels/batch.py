@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels.page_tables import PageTables
 from protocol.errors import InternalError
 from protocol.step import StepRow
 
@@ -67,9 +68,16 @@ class Batch:
 
 
 def pack(
-    rows: Sequence[StepRow], page_size: int, n_pages: int, vocab_size: int, device: torch.device
+    rows: Sequence[StepRow],
+    page_size: int,
+    n_pages: int,
+    vocab_size: int,
+    device: torch.device,
+    tables: PageTables | None = None,
 ) -> Batch:
     """Pack ``rows``. Raises ``InternalError`` for a row that the pool cannot hold.
+
+    ``tables`` remembers the page table of the step before.
 
     A row without tokens, a page out of range or too few pages is a scheduler's bug; it is caught
     here because past this point it would write into someone else's page.
@@ -83,12 +91,14 @@ def pack(
     if q_len_R.min() < 1 or start_R.min() < 0:
         raise InternalError("a step row without tokens or with a negative start")
 
-    tokens = chain.from_iterable(row.tokens for row in rows)
-    tokens_T = np.fromiter(tokens, np.int64, int(q_len_R.sum()))
+    n_tokens = int(q_len_R.sum())
+    tokens_T = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64, n_tokens)
     if tokens_T.min() < 0 or tokens_T.max() >= vocab_size:
         raise InternalError(f"a token id outside 0..{vocab_size - 1} in a step")
-    within_T = np.arange(len(tokens_T)) - np.repeat(q_start_R, q_len_R)
-    positions_T = within_T + np.repeat(start_R, q_len_R)
+    decodes = n_tokens == len(rows)  # one token each: what is per row is per token already
+    positions_T = start_R
+    if not decodes:
+        positions_T = np.arange(n_tokens) + np.repeat(start_R - q_start_R, q_len_R)
 
     n_pages_R = -(-kv_len_R // page_size)
     given_R = np.array([len(row.pages) for row in rows], dtype=np.int64)
@@ -97,17 +107,17 @@ def pack(
         raise InternalError(
             f"{rows[r].ticket_id}: {given_R[r]} pages cannot hold {kv_len_R[r]} tokens"
         )
-    own = chain.from_iterable(
-        islice(row.pages, n) for row, n in zip(rows, n_pages_R.tolist(), strict=True)
-    )
-    table = np.fromiter(own, np.int64, int(n_pages_R.sum()))
+    table = (tables or PageTables()).table([row.pages for row in rows], n_pages_R)
     if table.min() < 0 or table.max() >= n_pages:
         raise InternalError(f"a page outside 0..{n_pages - 1} in a step")
     first_page_R = np.cumsum(n_pages_R) - n_pages_R
-    page_T = table[np.repeat(first_page_R, q_len_R) + positions_T // page_size]
+    first_page_T = first_page_R if decodes else np.repeat(first_page_R, q_len_R)
+    page_T = table[first_page_T + positions_T // page_size]
 
-    sampled = tuple(r for r, row in enumerate(rows) if row.sample is not None)
+    sampled = tuple([r for r, row in enumerate(rows) if row.sample is not None])
     last_R = q_start_R + q_len_R - 1
+    if len(sampled) < len(rows):
+        last_R = last_R[list(sampled)]
     return Batch(
         tokens_T=torch.from_numpy(tokens_T),
         positions_T=torch.from_numpy(positions_T),
@@ -120,7 +130,7 @@ def pack(
         n_pages_R=n_pages_R,
         kv_bound=int(kv_len_R.max()),
         sampled=sampled,
-        sampled_at=torch.from_numpy(last_R[list(sampled)]),
+        sampled_at=torch.from_numpy(last_R),
     ).to(device)
 
 

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernels.large_outputs import LargeOutputs
+
 try:
     from kernels import host_code
     from kernels.tile_ir import WEIGHT_DTYPES, Tile, scratch_floats
@@ -81,10 +83,11 @@ def _tile(linear: nn.Linear) -> Tile | None:
 
 
 class _Scratch(threading.local):
-    """Packed rows of one thread, grown to the largest product so far."""
+    """Packed rows of one thread, grown to the largest product so far; memory of large results."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
+        self.outputs = LargeOutputs()
 
     def address(self, floats: int) -> int:
         """Where ``floats`` float32 fit, aligned; valid until the thread's next call."""
@@ -121,13 +124,15 @@ class _Product:
         rows = x.numel() // depth
         fewest, most = self._rows
         if (
-            not fewest <= rows <= most
+            rows < fewest
             or x.dtype != weight.dtype
             or x.shape[-1] != depth
             or x.requires_grad
             or type(x) is not torch.Tensor
         ):
             return F.linear(x, weight, self._bias)
+        if rows > most:
+            return self._by_torch(x, rows)
         x_MK = x.reshape(rows, depth)
         numbers = self._numbers
         if numbers == 1 and not self._float32:
@@ -137,7 +142,7 @@ class _Product:
             x_MK = x_MK.contiguous()
             x_stride = x_MK.stride(0)
         x_stride //= numbers
-        y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
+        y = self._scratch.outputs.empty((*x.shape[:-1], n))
         x_at, y_at = x_MK.data_ptr(), y.data_ptr()
         scratch = self._scratch.address(scratch_floats(self._tile, min(rows, _ROWS_PER_PASS)))
         for first in range(0, rows, _ROWS_PER_PASS):
@@ -154,6 +159,19 @@ class _Product:
                 min(rows - first, _ROWS_PER_PASS),
             )
         return y if self._float32 else y.to(weight.dtype)
+
+    def _by_torch(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """``F.linear``, with our memory for a large result where torch would take fresh one."""
+        weight, bias = self._weight, self._bias
+        if not self._float32 or not self._scratch.outputs.is_large(rows * self._n):
+            return F.linear(x, weight, bias)
+        y = self._scratch.outputs.empty((rows, self._n))
+        x_MK = x.reshape(rows, self._depth)
+        if bias is None:
+            torch.mm(x_MK, weight.t(), out=y)
+        else:
+            torch.addmm(bias, x_MK, weight.t(), out=y)
+        return y.view(*x.shape[:-1], self._n)
 
 
 def _most_rows(fitting: list[tuple[nn.Linear, Tile]], scratch: _Scratch) -> float:

@@ -27,6 +27,7 @@ from kernels.grammar import TokenTable
 from kernels.graphs import decode_graphs
 from kernels.model import LoadedModel, forward
 from kernels.page_copies import PageCopier
+from kernels.page_tables import PageTables
 from kernels.prompt_logprobs import HiddenStates, prompt_logprobs
 from kernels.sampling import Drawn, Sampler
 from kernels.settings import Draw
@@ -90,6 +91,7 @@ class Runner:
         )
         self.attention += words
         self._copier = PageCopier(kv, host_kv)
+        self._tables = PageTables()
         ends = described.eos_token_ids
         tokens = None
         if model.path is not None:
@@ -110,7 +112,8 @@ class Runner:
 
     def _run(self, rows: Sequence[StepRow]) -> list[RowResult]:
         vocab = self._model.described.vocab_size
-        batch = pack(rows, self._geometry.page_size, len(self._kv), vocab, torch.device("cpu"))
+        size, pages = self._geometry.page_size, len(self._kv)
+        batch = pack(rows, size, pages, vocab, torch.device("cpu"), self._tables)
         asking = [r for r, row in enumerate(rows) if row.prompt_logprobs is not None]
         states = HiddenStates(self._model.module) if asking else None
         with states.kept() if states else nullcontext():

@@ -34,9 +34,10 @@ from protocol.types import SamplingParams, TokenLogprobs
 _UNEDITED = Draw(SamplingParams(max_tokens=1), 0)  # stands in for a draw that failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drawn:
-    """One draw's outcome: a token, its logprobs if asked for; or an error and nothing else."""
+    """One draw's outcome: a token, its logprobs if asked for; or an error and nothing else. Never
+    changed once it is made (see ``Draw``)."""
 
     token: int = -1
     logprobs: TokenLogprobs | None = None

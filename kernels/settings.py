@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,9 +22,10 @@ GREEDY_BELOW = 1e-5  # smaller temperatures are greedy: dividing by them overflo
 OK, NOT_FINITE, NOTHING_LEFT, SPOILED = 0, 1, 2, 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draw:
-    """One token to draw: how, its place within the answer, and what came before it.
+    """One token to draw: how, its place within the answer, and what came before it. Never changed
+    once it is made; not frozen, as that makes it three times as dear.
 
     ``row`` is the row of the logits. ``history`` holds the sequence's prompt, ``n_prompt``
     tokens, and at least ``token_index`` of its answer; it may be empty if nothing of ``params``
@@ -57,14 +59,11 @@ class Settings:
 
 def settings_of(draws: Sequence[Draw]) -> Settings:
     """The columns of ``draws``. Columns that no draw needs cost nothing."""
-    n = len(draws)
-    temperature_Q = np.array([d.params.temperature for d in draws], dtype=np.float32)
+    temperatures = [d.params.temperature for d in draws]
+    if not any([t >= GREEDY_BELOW for t in temperatures]):
+        return _greedy(len(draws))
+    temperature_Q = np.array(temperatures, dtype=np.float32)
     temperature_Q[~(temperature_Q >= GREEDY_BELOW)] = 0
-    if not temperature_Q.any():
-        whole = np.ones(n)
-        return Settings(
-            temperature_Q, np.zeros(n, np.int64), whole, np.zeros(n), np.zeros(n, np.uint64)
-        )
     return Settings(
         temperature_Q,
         np.array([d.params.top_k for d in draws], dtype=np.int64),
@@ -75,4 +74,16 @@ def settings_of(draws: Sequence[Draw]) -> Settings:
             [d.choice for d in draws],
             [d.token_index for d in draws],
         ),
+    )
+
+
+@lru_cache(maxsize=512)
+def _greedy(n: int) -> Settings:
+    """``n`` greedy draws. The columns are shared by all steps: nobody writes to settings."""
+    return Settings(
+        np.zeros(n, np.float32),
+        np.zeros(n, np.int64),
+        np.ones(n),
+        np.zeros(n),
+        np.zeros(n, np.uint64),
     )

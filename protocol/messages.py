@@ -76,9 +76,10 @@ class Reserved:
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class TokenItem:
-    """New tokens of one choice. ``index`` is the sequence number of the first, from 0.
+    """New tokens of one choice. ``index`` is the sequence number of the first, from 0. Never
+    changed once it is made (see ``StepRow`` for why it is not frozen).
 
     ``finish_reason`` is set on the choice's last item only. ``logprobs`` has one entry per token
     if the request asked for them. The first item of each choice also carries ``cached_tokens``,

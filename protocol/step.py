@@ -27,9 +27,9 @@ class StepRow:
     is not frozen because that makes 256 of them five times as dear (0.35 against 1.8 us each).
 
     ``tokens`` (at least one) are computed at positions ``start .. start + len(tokens) - 1``;
-    ``pages`` cover every position from 0 to the last of them. ``sample`` set means: draw the
-    token that follows the last one, once for each of ``choices``; it will have index
-    ``token_index`` within the answer.
+    ``pages`` cover every position from 0 to the last of them; a list that an earlier step had too
+    may only have grown since. ``sample`` set means: draw the token that follows the last one, once
+    for each of ``choices``; it will have index ``token_index`` within the answer.
 
     ``history`` is the whole sequence, prompt (its first ``n_prompt`` tokens) and answer, up to and
     including the last computed token at least; penalties, grammars and prompt logprobs are
