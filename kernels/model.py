@@ -17,8 +17,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from kernels.attention import Needs
 from kernels.attention_op import NAME
-from kernels.linear_cpu import speed_up
 from kernels.gguf_folder import model_folder
+from kernels.linear_cpu import speed_up
 from kernels.model_info import Described, describe, fingerprint
 from kernels.parallel import RankPlace, check_divisible
 from kernels.probe import probe, reason
@@ -64,8 +64,10 @@ def load_model(
     max_model_len: int | None = None,
     place: RankPlace | None = None,
 ) -> LoadedModel:
-    """Load the folder or GGUF file ``path``. ``threads`` is set for the whole process. ``place``: load this
-    rank's slice; the process has joined the other ranks, and all of them load now.
+    """Load the folder or GGUF file ``path``. ``threads`` is set for the whole process.
+
+    ``place``: load this rank's slice; the process has joined the other ranks, and all of them
+    load now.
 
     Weights come memory-mapped from safetensors, never from pickles. Raises ``ConfigError``
     naming the folder and the feature that cannot be served.
