@@ -69,7 +69,9 @@ class Peer:
                 pass_fds=[write],
                 env=_environment(prefix, threads, settings["kv_bytes"]),
                 cwd=tempfile.gettempdir(),  # its own packages, never this folder's
-                start_new_session=True,
+                # A group to end it by. No session: the kernel would give it a share of its own of
+                # a busy machine's cores, and the other arms would not have that.
+                process_group=0,
             )
         finally:
             os.close(write)
