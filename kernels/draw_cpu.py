@@ -44,10 +44,11 @@ _STAMP = zlib.crc32(
 
 
 def _compile(function: Any) -> Any:
+    # numpy's division: by 0 it spoils a row, where Python's would raise and fail the whole step.
     try:
-        return njit(nogil=True, cache=True)(function)
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # nowhere to keep code on disk: neither beside this file nor in the home
-        return njit(nogil=True)(function)
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 def draw_tokens(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from router.params import Asked
 
 MAX_TEMPERATURE = 2.0
+MIN_REPETITION_PENALTY = 1e-6  # logits are divided by it in single precision
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
@@ -45,6 +46,13 @@ def check_values(asked: Asked, vocab_size: int) -> None:
         MAX_REPETITION_PENALTY,
         open_low=True,
     )
+    if asked.repetition_penalty is not None:
+        _check_range(
+            asked.repetition_penalty,
+            "repetition_penalty",
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
     if asked.top_k is not None and asked.top_k < -1:
         raise InvalidArgument(
             f"top_k is {asked.top_k}; it must be positive, or 0 or -1 for no limit",

@@ -48,6 +48,7 @@ BAD = [
     ("frequency_penalty", 3, 3.0, ["3", "-2 to 2"]),
     ("repetition_penalty", 0, 0.0, ["0", "above 0"]),
     ("repetition_penalty", -1, -1.0, ["-1", "above 0"]),
+    ("repetition_penalty", 5e-324, 5e-324, ["5e-324", "from 1e-06"]),
     ("repetition_penalty", 10.5, 10.5, ["10.5", "at most 10"]),
     ("logit_bias", {"256": 1}, {256: 1.0}, ["256", "0 to 255"]),
     ("logit_bias", {"5": 100.5}, {5: 100.5}, ["token 5", "100.5", "-100 to 100"]),

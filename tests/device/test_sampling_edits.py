@@ -302,3 +302,15 @@ def test_counts_grow() -> None:
     counts.feed(list(range(300)) * 2)
     assert counts.ids.tolist()[:2] == [5, 7] and len(counts.ids) == 300
     assert np.all(counts.counts == 2)
+
+
+@both
+@pytest.mark.parametrize("factor", [5e-324, 1e-45, 1e-30])
+def test_a_factor_too_small_for_a_float_fails_its_row_alone(backend: str, factor: float) -> None:
+    x = logits(3, 2, VOCAB)
+    x[0, 7] = 1e9
+    tiny = params(repetition_penalty=factor)
+    draws = [after(tiny, [7], [], "tiny"), Draw(params(), 0, 0, 1, TicketId("plain"), [7], 1)]
+    got = draw(x, draws, backend)
+    assert got[1].error is None and got[1].token == x[1].argmax()
+    assert got[0].error is not None and got[0].error.reason == "INVALID_ARGUMENT"
