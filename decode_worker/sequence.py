@@ -144,7 +144,8 @@ class Sequence:
         ends = token in sampling.stop_token_ids or (
             token in eos_token_ids and not sampling.ignore_eos
         )
-        if ends and n_answer > sampling.min_tokens:
+        # An end comes before ``min_tokens`` only where a grammar leaves no other way on.
+        if ends and (n_answer > sampling.min_tokens or sampling.grammar is not None):
             self.finish_reason = FinishReason.STOP
         elif n_answer >= sampling.max_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -22,7 +22,15 @@ from protocol.errors import ErrorInfo
 from protocol.events import Count, FromRouter, SegmentReceived
 from protocol.messages import Announce, Cancel, Commit, Grant, Reserved, Stop, TokenItem
 from protocol.step import CopyKind, RowResult, StepResult
-from protocol.types import FinishReason, Outcome, SamplingParams, TicketId, TokenLogprobs
+from protocol.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Outcome,
+    SamplingParams,
+    TicketId,
+    TokenLogprobs,
+)
 
 
 def test_a_local_prompt_is_computed_once_and_its_full_pages_are_shared() -> None:
@@ -193,6 +201,7 @@ def test_prompt_logprobs_are_gathered_over_the_chunks_and_ride_on_the_first_item
         (77, {"stop_token_ids": (77,)}, FinishReason.STOP),
         (77, {"stop_token_ids": (77,), "ignore_eos": True}, FinishReason.STOP),
         (77, {"stop_token_ids": (77,), "min_tokens": 1}, None),
+        (EOS, {"min_tokens": 2, "grammar": Grammar(GrammarKind.REGEX, "a")}, FinishReason.STOP),
         (78, {"stop_token_ids": (77,)}, None),
         (78, {"max_tokens": 1}, FinishReason.LENGTH),
     ],
