@@ -215,8 +215,11 @@ class RouterApp:
             for worker in workers
             if worker.role is Role.DECODE
         ]
-        limits = self._intake.limits
-        self._intake.limits = replace(limits, room_tokens=max(rooms, default=None))
+        self._intake.limits = replace(
+            self._intake.limits,
+            room_tokens=max(rooms, default=None),
+            page_size=max((w.model.geometry.page_size for w in workers), default=1),
+        )
 
     async def _set_controller(self, address: str) -> None:
         self._controller = address

@@ -29,12 +29,16 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")  # goes into headers and logs as it is
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model accepts. ``room_tokens``: longest sequence a worker can hold."""
+    """What the served model accepts.
+
+    ``room_tokens``: what the roomiest worker can hold, in pages of ``page_size`` tokens.
+    """
 
     served_name: str
     vocab_size: int
     max_model_len: int
     room_tokens: int | None = None
+    page_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +254,8 @@ class Intake:
                 field=field,
             )
         if asked.max_tokens is None:
-            room = context if self.limits.room_tokens is None else self.limits.room_tokens
             # At least one: a prompt that no worker can hold is refused with that reason later.
-            return max(min(context, room) - n_prompt, 1)
+            return max(min(context, self._longest(n_prompt, asked.n or 1)) - n_prompt, 1)
         if n_prompt + asked.max_tokens > context:
             raise ContextLengthExceeded(
                 f"the prompt has {n_prompt} tokens and {asked.max_tokens_field} asks for "
@@ -261,3 +264,12 @@ class Intake:
                 field=asked.max_tokens_field,
             )
         return asked.max_tokens
+
+    def _longest(self, n_prompt: int, n_choices: int) -> int:
+        """Tokens of the longest sequences that a worker can hold; choices share full pages."""
+        limits = self.limits
+        if limits.room_tokens is None:
+            return limits.max_model_len
+        shared = n_prompt // limits.page_size
+        own = (limits.room_tokens // limits.page_size - shared) // n_choices
+        return (shared + own) * limits.page_size

@@ -165,6 +165,26 @@ def test_the_default_answer_fits_the_largest_worker():
 
 @given(
     n_prompt=st.integers(1, CONTEXT - 1),
+    pages=st.integers(1, 60),
+    page_size=st.sampled_from([1, 4, 16]),
+    n=st.integers(1, 16),
+)
+def test_the_default_is_the_longest_answer_that_all_choices_have_room_for(
+    n_prompt: int, pages: int, page_size: int, n: int
+):
+    def needed(max_tokens: int) -> int:
+        whole, shared = -(-(n_prompt + max_tokens) // page_size), n_prompt // page_size
+        return shared + n * (whole - shared)
+
+    taken = intake()
+    taken.limits = replace(taken.limits, room_tokens=pages * page_size, page_size=page_size)
+    longest = taken.request(Asked(n=n), [1] * n_prompt).sampling.max_tokens
+    assert needed(longest) <= pages or longest == 1
+    assert needed(longest + 1) > pages or n_prompt + longest == CONTEXT
+
+
+@given(
+    n_prompt=st.integers(1, CONTEXT - 1),
     room=st.none() | st.integers(1, 2 * CONTEXT),
     asked=st.none() | st.integers(1, 2 * CONTEXT),
 )
