@@ -133,6 +133,13 @@ def _check_layers(kind: str, step: ProbeStep, described: Described, ranks: int) 
             f"once and in order, was reached by {[c.layer for c in step.calls] or 'none'}"
         )
     own_heads = geometry.kv_heads // ranks
+    whole = {(geometry.kv_heads, geometry.head_dim, geometry.head_dim)}
+    if ranks > 1 and step.kv_shapes == whole:
+        raise ConfigError(
+            f"tensor_parallel {ranks}: transformers' plan for cutting {kind} leaves its attention "
+            f"whole on every rank, which paged attention does not support",
+            field="tensor_parallel",
+        )
     if step.kv_shapes != {(own_heads, geometry.head_dim, geometry.head_dim)}:
         shapes = ", ".join(str(s) for s in sorted(step.kv_shapes))
         raise ConfigError(

@@ -180,7 +180,6 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
     pages = _pages(options, geometry, model.max_model_len, device)
     if place is not None:
         pages = smallest_of_ranks(pages, device)
-        bound_waits(options.timing.link_op_s + options.timing.peer_dead_s)
     host_pages = _host_pages(options, geometry, pages, device)
     if place is not None:
         host_pages = smallest_of_ranks(host_pages, device)
@@ -197,11 +196,19 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
         loaded.linear,
         _window_cost(loaded.needs, geometry, model.max_model_len),
     )
+
+    def warm_up() -> None:
+        runner.warm_up()
+        if place is not None:
+            # Until all have compiled what they need, one may be far behind the others.
+            smallest_of_ranks(0, device)
+            bound_waits(options.timing.link_op_s + options.timing.peer_dead_s)
+
     return Engine(
         model=model,
         pool=pool,
         run=lambda plan: runner.run(plan.rows, plan.copies),
-        warm_up=runner.warm_up,
+        warm_up=warm_up,
         host_pages=host_pages,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from tiny import FAMILIES, reference_generate, tiny_llama, tiny_model
 from cluster.control.checks import check_model
 from cluster.worker.engine import Engine, load_engine, use_threads
 from cluster.worker.options import WorkerOptions
-from protocol.config import TandemConfig
-from protocol.errors import ConfigError, TandemError
+from protocol.config import TandemConfig, TimingConfig
+from protocol.errors import ConfigError, TandemError, Unavailable
 from protocol.step import StepPlan, StepRow
 from protocol.types import Role, SamplingParams, TicketId
 
@@ -80,6 +81,13 @@ def generate(engine: Engine, prompts: Sequence[list[int]], sampling: SamplingPar
 
 
 def an_engine(folder: Path, ranks: int) -> Engine:
+    engine = load_ranks(folder, ranks)
+    engine.prepare_thread(1)
+    return engine
+
+
+def load_ranks(folder: Path, ranks: int, timing: TimingConfig | None = None) -> Engine:
+    """Ranks that have met and loaded, and not run a step."""
     use_threads(1)
     options = WorkerOptions(
         "decode-0",
@@ -89,10 +97,9 @@ def an_engine(folder: Path, ranks: int) -> Engine:
         page_size=PAGE,
         max_model_len=128,
         tensor_parallel=ranks,
+        timing=timing or TimingConfig(),
     )
-    engine = load_engine(options)
-    engine.prepare_thread(1)
-    return engine
+    return load_engine(options)
 
 
 # Families that differ in what is cut: bias, tied embeddings, norms of heads, experts.
@@ -115,6 +122,36 @@ def test_two_ranks_answer_as_one_does(family: str, tmp_path: Path) -> None:
         finally:
             engine.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.long
+def test_a_rank_may_be_slow_to_start_but_not_in_a_step(tmp_path: Path) -> None:
+    """Compiling takes one rank longer than another; the waits are bounded when all are ready."""
+    short = TimingConfig(link_op_s=0.1, peer_dead_s=0.1)
+    engine = load_ranks(tiny_llama(tmp_path / "tiny"), 2, short)
+    try:
+        (rank,) = child_processes(os.getpid())
+        os.kill(rank, signal.SIGSTOP)
+        starting = threading.Thread(target=engine.prepare_thread, args=(1,))
+        starting.start()
+        starting.join(1.0)  # five times the bound of a step
+        assert starting.is_alive() and not engine.loss.reason
+        os.kill(rank, signal.SIGCONT)
+        starting.join(60)
+        assert not starting.is_alive() and not engine.loss.reason
+        os.kill(rank, signal.SIGSTOP)
+        row = StepRow(TicketId("late"), [5, 6], 0, range(1), SamplingParams(1), 0, history=[5, 6])
+        with pytest.raises(Unavailable):
+            engine.run(StepPlan({}, (row,)))
+        os.kill(rank, signal.SIGCONT)
+    finally:
+        engine.close()
+
+
+def test_a_family_whose_attention_stays_whole_is_refused_in_these_words(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "phi3", "phi3")
+    with pytest.raises(ConfigError, match=r"tensor_parallel 2.*phi3.*attention whole"):
+        an_engine(folder, 2)
 
 
 @pytest.fixture(scope="module")
