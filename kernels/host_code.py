@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from llvmlite import binding
 
-from kernels.tile_ir import RUN, RUN_ARGUMENTS, Tile, module_ir
+from kernels import norm_ir, tile_ir
+from kernels.tile_ir import Tile
 
 _OPTIMISE = 2
 # CPUs with one of these multiply such numbers themselves; torch knows how, we would widen them.
@@ -73,9 +74,20 @@ def team() -> int:
 @cache
 def compiled(tile: Tile) -> Any:
     """A function over ``tile_ir.RUN_ARGUMENTS`` that gives up Python's lock while it runs."""
+    return _function(tile_ir.module_ir(tile), tile_ir.RUN, len(tile_ir.RUN_ARGUMENTS))
+
+
+@cache
+def compiled_norm(norm: norm_ir.Norm) -> Any:
+    """A function over ``norm_ir.RUN_ARGUMENTS`` that gives up Python's lock while it runs."""
+    return _function(norm_ir.norm_ir(norm), norm_ir.RUN, len(norm_ir.RUN_ARGUMENTS))
+
+
+def _function(text: str, name: str, n_arguments: int) -> Any:
+    """The function ``name`` of ``text``; it takes 64-bit integers and returns nothing."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    module = binding.parse_assembly(module_ir(tile))
+    module = binding.parse_assembly(text)
     module.verify()
     machine = binding.Target.from_default_triple().create_target_machine(
         cpu=binding.get_host_cpu_name(),
@@ -85,5 +97,5 @@ def compiled(tile: Tile) -> Any:
     engine = binding.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     _compiled.append(engine)
-    kind = ctypes.CFUNCTYPE(None, *([ctypes.c_int64] * len(RUN_ARGUMENTS)))
-    return kind(engine.get_function_address(RUN))
+    kind = ctypes.CFUNCTYPE(None, *([ctypes.c_int64] * n_arguments))
+    return kind(engine.get_function_address(name))

@@ -20,6 +20,7 @@ from kernels.attention_op import NAME
 from kernels.gguf_folder import model_folder
 from kernels.linear_cpu import speed_up
 from kernels.model_info import Described, describe, fingerprint
+from kernels.norm_cpu import speed_up_norms
 from kernels.parallel import RankPlace, check_divisible
 from kernels.probe import probe, reason
 from protocol.errors import ConfigError
@@ -37,7 +38,7 @@ class LoadedModel:
     fingerprint: str
     ranks: int = 1
     path: Path | None = None  # the folder it came from
-    linear: str = ""  # how its linear layers are computed: a line for the start-up log
+    linear: str = ""  # how its linear layers and norms are computed: a line for the start-up log
 
     def geometry(self, page_size: int) -> KvGeometry:
         """The shape of this rank's part of the KV cache, with pages of ``page_size`` tokens."""
@@ -80,7 +81,7 @@ def load_model(
     if ranks > 1:
         check_divisible(described, ranks)
     module = _weights(path, described, ranks).to(device).eval().requires_grad_(False)
-    linear = speed_up(module)
+    linear = f"{speed_up(module)}; {speed_up_norms(module)}"
     try:
         needs = probe(forward, module, described, torch.device(device), ranks)
     except ConfigError as e:
