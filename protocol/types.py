@@ -212,7 +212,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker that is up: who it is, where it listens and what it can hold."""
+    """A worker that is up: who it is, where it listens and what it can hold.
+
+    ``notes`` are for people: what was chosen at its start, and why, a line each.
+    """
 
     worker_id: str
     incarnation: str
@@ -225,6 +228,7 @@ class WorkerInfo:
     node: str = ""
     pid: int = 0
     threads: int = 1
+    notes: tuple[str, ...] = ()
 
     @property
     def peer(self) -> Peer:

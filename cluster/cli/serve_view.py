@@ -22,6 +22,7 @@ from rich.text import Text
 
 from cluster.control.readiness import Endpoints, Progress, Step, StepState
 from protocol.config import TandemConfig
+from protocol.types import WorkerInfo
 
 _STYLES = {
     StepState.WAITING: "dim",
@@ -148,13 +149,7 @@ def ready_text(endpoints: Endpoints, config: TandemConfig, detached: bool) -> st
         f"  OpenAI API   {endpoints.url}",
         f"  gRPC         {endpoints.grpc}",
         f"  health       {base}/health   {base}/ready   {base}/metrics",
-        "  workers      "
-        + "\n               ".join(
-            f"{w.worker_id}: {w.threads} thread{'s' if w.threads > 1 else ''}, "
-            f"{w.max_num_batched_tokens} tokens a step, {w.max_num_seqs} sequences, "
-            f"KV for {w.total_pages * w.model.geometry.page_size} tokens"
-            for w in endpoints.workers
-        ),
+        *_worker_lines(endpoints.workers),
         "",
         f"  curl -s {endpoints.url}/chat/completions -H 'content-type: application/json' \\",
         f"    -d '{body}'",
@@ -163,6 +158,19 @@ def ready_text(endpoints: Endpoints, config: TandemConfig, detached: bool) -> st
     end = "runs on; end it with" if detached else "Ctrl-C ends everything; from elsewhere:"
     lines.append(f"  {end} tandem down --name {endpoints.cluster}")
     return "\n".join(lines)
+
+
+def _worker_lines(workers: tuple[WorkerInfo, ...]) -> list[str]:
+    """Two columns: what each worker has, and below it what was chosen at its start and why."""
+    lines: list[str] = []
+    for w in workers:
+        lines.append(
+            f"{w.worker_id}: {w.threads} thread{'s' if w.threads > 1 else ''}, "
+            f"{w.max_num_batched_tokens} tokens a step, {w.max_num_seqs} sequences, "
+            f"KV for {w.total_pages * w.model.geometry.page_size} tokens"
+        )
+        lines += [f"  {note}" for note in w.notes]
+    return [f"  {'' if i else 'workers':<12} {line}" for i, line in enumerate(lines)]
 
 
 def ready_json(endpoints: Endpoints) -> str:
@@ -185,6 +193,7 @@ def ready_json(endpoints: Endpoints) -> str:
                     "max_num_batched_tokens": w.max_num_batched_tokens,
                     "max_num_seqs": w.max_num_seqs,
                     "total_pages": w.total_pages,
+                    "notes": w.notes,
                 }
                 for w in endpoints.workers
             ],

@@ -39,6 +39,8 @@ class WorkerActor:
     def __init__(self, options: WorkerOptions) -> None:
         prepare_threads(os.environ, options.threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        # Ray keeps standard error in its folder of logs, but sets up no logging of its own.
+        logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         if options.use_gpu:
             # Without a device's name: NCCL finds the one that leads to the other worker.
             prepare_nccl_environment(os.environ, "")

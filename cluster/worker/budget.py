@@ -63,6 +63,15 @@ class Chosen:
     why: str
     target_missed: bool = False
 
+    @property
+    def note(self) -> str:
+        """What was chosen and why, for people."""
+        missed = "warning: " if self.target_missed else ""
+        return (
+            f"{missed}max_num_batched_tokens {self.budget}, max_num_seqs {self.max_num_seqs}: "
+            f"{self.why}"
+        )
+
 
 def find_budget(rule: BudgetRule, step_seconds: StepSeconds, *, cuda: bool) -> Chosen:
     """Choose by timing steps; ``step_seconds`` runs one."""

@@ -67,7 +67,8 @@ class Loss:
 @dataclass(slots=True)
 class Engine:
     """A device ready to run steps. ``warm_up`` is called while no page is in use; ``loss`` says
-    when the worker as a whole is lost with one of its ranks."""
+    when the worker as a whole is lost with one of its ranks; ``described`` is a line for people:
+    pool, attention, linear layers, and why these."""
 
     model: ModelInfo
     pool: KvPool
@@ -77,6 +78,7 @@ class Engine:
     loss: Loss = field(default_factory=Loss)
     threads_used: int = field(default=0)
     host_pages: int = 0  # that preempted sequences may move to
+    described: str = ""
 
     def find_budget(self, options: WorkerOptions) -> Chosen:
         """The configured token budget, or one found by timing steps. Called in the engine thread
@@ -92,11 +94,9 @@ class Engine:
         chosen = find_budget(options.budget_rule, timer, cuda=self.pool.device.type == "cuda")
         _log.log(
             logging.WARNING if chosen.target_missed else logging.INFO,
-            "%s: max_num_batched_tokens %d, max_num_seqs %d: %s",
+            "%s: %s",
             options.worker_id,
-            chosen.budget,
-            chosen.max_num_seqs,
-            chosen.why,
+            chosen.note,
         )
         return chosen
 
@@ -185,17 +185,12 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
         host_pages = smallest_of_ranks(host_pages, device)
     pool = KvPool(geometry, pages, device)
     runner = Runner(loaded, pool.tensor, options.page_size, host_kv=_host_memory(pool, host_pages))
-    _log.info(
-        "%s: %d pages of %d tokens (%s), %d more in host memory, %s, %s%s",
-        options.worker_id,
-        pool.pages,
-        options.page_size,
-        geometry.dtype,
-        host_pages,
-        runner.attention,
-        loaded.linear,
-        _window_cost(loaded.needs, geometry, model.max_model_len),
+    described = (
+        f"{pool.pages} pages of {options.page_size} tokens ({geometry.dtype}), {host_pages} more "
+        f"in host memory, {runner.attention}, {loaded.linear}"
+        f"{_window_cost(loaded.needs, geometry, model.max_model_len)}"
     )
+    _log.info("%s: %s", options.worker_id, described)
 
     def warm_up() -> None:
         runner.warm_up()
@@ -210,6 +205,7 @@ def load_rank(options: WorkerOptions, place: RankPlace | None, meeting: Path = P
         run=lambda plan: runner.run(plan.rows, plan.copies),
         warm_up=warm_up,
         host_pages=host_pages,
+        described=described,
     )
 
 

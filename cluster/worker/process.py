@@ -200,6 +200,7 @@ class WorkerProcess:
             node=options.node or socket.gethostname(),
             pid=os.getpid(),
             threads=options.threads,
+            notes=tuple(note for note in (engine.described, self._chosen.note) if note),
         )
 
     def _prepare(self) -> None:

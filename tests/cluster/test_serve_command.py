@@ -39,6 +39,13 @@ def test_a_completion_by_http_is_the_models_own(served: Served, model: Path) -> 
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
 
 
+def test_what_each_worker_chose_at_its_start_is_said_with_the_reason(served: Served) -> None:
+    for worker in served.where["workers"]:
+        engine, budget = worker["notes"]
+        assert "attention: " in engine and "passed over: " in engine
+        assert budget == "max_num_batched_tokens 128, max_num_seqs 8: configured"
+
+
 def test_status_json_shows_ready_workers_with_all_pages_back(served: Served) -> None:
     done = tandem(served.home, "status", "--json")
     assert done.returncode == 0, done.stderr

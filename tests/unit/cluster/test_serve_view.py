@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import queue
 
-from cluster.cli.serve_view import ProgressView
-from cluster.control.readiness import Progress, Step, StepState
+from cluster.cli.serve_view import ProgressView, ready_text
+from cluster.control.readiness import Endpoints, Progress, Step, StepState
+from protocol.config import TandemConfig
+from protocol.types import KvGeometry, Mode, ModelInfo, Role, WorkerInfo
 
 
 class Lines(io.StringIO):
@@ -67,3 +69,19 @@ def test_a_long_line_stays_one_and_the_cause_of_a_failure_is_left_to_the_error()
         view.show(Progress((Step("ray", StepState.FAILED, "it broke"),)))
         assert out.queue.get(timeout=5).endswith("ray: failed")
     assert out.queue.empty()
+
+
+def test_what_a_worker_chose_stands_below_it() -> None:
+    model = ModelInfo("fp", 320, 512, (2,), KvGeometry(2, 1, 8, 16, "float32"))
+    workers = tuple(
+        WorkerInfo(f"decode-{i}", "i", Role.DECODE, "e", model, 10, 4, 64, notes=notes)
+        for i, notes in enumerate((("attention: numba", "warning: slow"), ()))
+    )
+    endpoints = Endpoints("t", Mode.COLOCATED, "tiny", "h:1", "h:2", "secret", workers)
+    config = TandemConfig.model_validate({"model": {"path": "m"}})
+    lines = ready_text(endpoints, config, detached=False).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("  workers      decode-0: "))
+    assert lines[first + 1] == 17 * " " + "attention: numba"
+    assert lines[first + 2] == 17 * " " + "warning: slow"
+    assert lines[first + 3].startswith(15 * " " + "decode-1: ")
+    assert "secret" not in "".join(lines)
