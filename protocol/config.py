@@ -31,7 +31,9 @@ class Profile(StrEnum):
 class ModelConfig(Section):
     """Which model is served and how."""
 
-    path: str = Field(description="Local Hugging Face folder (config, safetensors, tokenizer).")
+    path: str = Field(
+        description="Local Hugging Face folder (config, safetensors, tokenizer), or a GGUF file."
+    )
     served_name: str | None = Field(
         None, description="Name clients use; default: the folder's name."
     )
@@ -46,8 +48,8 @@ class ModelConfig(Section):
 class ResourceConfig(Section):
     """What Ray reserves for one worker."""
 
-    num_cpus: float = Field(1, ge=0)
-    num_gpus: float = Field(0, ge=0)
+    num_cpus: float = Field(1, ge=0, description="CPUs of one worker.")
+    num_gpus: float = Field(0, ge=0, description="GPUs of one worker; 0: it computes on the CPU.")
     custom: dict[str, float] = Field(default_factory=dict, description="Ray custom resources.")
 
 
@@ -140,19 +142,29 @@ class KvConfig(Section):
 class TimingConfig(Section):
     """Every clock of the system, in seconds unless the name says otherwise. Tests scale it."""
 
-    heartbeat_s: float = Field(1, gt=0)
-    peer_dead_s: float = Field(4, gt=0)
-    lease_s: float = Field(10, gt=0)
-    link_op_s: float = Field(4, gt=0)
-    link_abort_s: float = Field(5, gt=0)
+    heartbeat_s: float = Field(1, gt=0, description="Between two heartbeats on every stream.")
+    peer_dead_s: float = Field(
+        4, gt=0, description="No heartbeat and no progress for so long: the peer is lost."
+    )
+    lease_s: float = Field(
+        10, gt=0, description="Credit and pages that their peer has not named for so long end."
+    )
+    link_op_s: float = Field(4, gt=0, description="Longest wait for one operation of a KV link.")
+    link_abort_s: float = Field(
+        5, gt=0, description="A link whose abort takes longer makes its worker unhealthy."
+    )
     closed_or_killed_s: float = Field(
         2, gt=0, description="Promise, no knob: after a death or a closed stream both legs end."
     )
     cancel_ms: float = Field(
         100, gt=0, description="Promise, no knob: a hang-up ends both legs so long after the step."
     )
-    drain_s: float = Field(120, gt=0)
-    request_timeout_s: float = Field(600, gt=0)
+    drain_s: float = Field(
+        120, gt=0, description="Longest time that running requests get when a worker is drained."
+    )
+    request_timeout_s: float = Field(
+        600, gt=0, description="Longest life of a request; a client's own deadline may be shorter."
+    )
     stuck_step_s: float = Field(
         120, gt=0, description="A step that runs longer: its worker made no progress and is lost."
     )
@@ -200,11 +212,19 @@ class TandemConfig(Section):
 
     name: str = Field("tandem", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Cluster name.")
     model: ModelConfig
-    mode: Mode = Mode.DISAGGREGATED
+    mode: Mode = Field(
+        Mode.DISAGGREGATED,
+        description="disaggregated: prompts are read by the prefill pool and handed over; "
+        "colocated: every decode worker does both.",
+    )
     chunked_prefill: bool = Field(
         True, description="False runs a whole prompt in one step: shows the freeze."
     )
-    profile: Profile = Profile.CHAT
+    profile: Profile = Field(
+        Profile.CHAT,
+        description="How large an automatic token budget may become: on a CPU 512, 1,024, 2,048, "
+        "on a GPU 2,048, 8,192, 16,384 for chat, mixed, batch; batch looks at no target.",
+    )
     pools: PoolsConfig = PoolsConfig()
     slo: SloConfig = SloConfig()
     kv: KvConfig = KvConfig()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.config import TandemConfig
+from protocol.config import Section, TandemConfig
 from protocol.errors import ConfigError
 from protocol.load import dump_config, load_config, load_with_origins
 
@@ -110,3 +110,16 @@ def test_dump_round_trips(write, tmp_path):
     again.write_text(dump_config(config))
     assert load_config(again) == config
     assert TandemConfig.model_validate(config.model_dump()) == config
+
+
+def test_every_field_is_documented():
+    def undocumented(section, place):
+        for name, field in section.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, Section):
+                assert inner.__doc__
+                yield from undocumented(inner, f"{place}{name}.")
+            elif not field.description:
+                yield f"{place}{name}"
+
+    assert list(undocumented(TandemConfig, "")) == []
