@@ -22,7 +22,7 @@ import threading
 from kernels.grammar import TokenTable, check_grammar
 from protocol.types import Grammar, GrammarKind
 
-WORK_S = 0.5  # processor time of one grammar; a worker's other rows wait as long, once
+WORK_S = 0.3  # processor time of one grammar; a worker's other rows wait as long, once
 MEMORY_BYTES = 4 << 30  # address space
 STACK_BYTES = 4 << 20  # a worker's threads have twice as much
 

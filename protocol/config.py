@@ -7,7 +7,7 @@ is ``protocol.load``'s work. Unknown keys are refused.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -57,7 +57,7 @@ class PoolConfig(Section):
     """One pool of equal workers."""
 
     replicas: int = Field(1, ge=0, description="Workers in this pool.")
-    max_num_batched_tokens: int | Literal["auto"] = Field(
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="Token budget: most tokens one step may compute."
     )
     max_num_seqs: int = Field(32, ge=1, description="Most sequences in one step.")
@@ -114,7 +114,9 @@ class SloConfig(Section):
 class KvConfig(Section):
     """The paged KV cache and its way from worker to worker."""
 
-    page_size: int | Literal["auto"] = Field("auto", description="Tokens per page; auto is 16.")
+    page_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="Tokens per page; auto is 16."
+    )
     memory: str = Field(
         "auto",
         description='Size per worker ("2GiB") or share of free device memory ("80%"), divided by '

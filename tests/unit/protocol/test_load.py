@@ -77,6 +77,9 @@ def test_budget_smaller_than_seqs_plus_prefill_says_the_numbers(write):
         ("", "model: required, but not set"),
         ("model: {path: x}\ntiming: {lease_s: -1}\n", "cluster.yaml:2:10: timing.lease_s: "),
         ("model: {path: x}\ntiming: {lease_s: .nan}\n", "timing.lease_s"),
+        ("model: {path: x}\nkv: {page_size: 0}\n", "kv.page_size"),
+        ("model: {path: x}\nkv: {page_size: -16}\n", "cluster.yaml:2:6: kv.page_size"),
+        ("model: {path: x}\npools: {decode: {max_num_batched_tokens: 0}}\n", "batched_tokens"),
         ("model: {path: x}\ntiming: {lease_s: .inf}\n", "timing.lease_s"),
         (
             "model: {path: x}\npools: {decode: {max_num_batched_tokens: lots}}\n",
