@@ -100,6 +100,9 @@ def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
     others = [i for i in range(40) if i not in (5, 20, 21)]
     assert torch.equal(dirty[others], clean[others])
     assert dirty[5].isnan().all()
+    x.view(torch.uint8)[5, -x.element_size() :] = 0x7F  # a NaN of another pattern
+    x.view(torch.uint8)[5, -x.element_size() : -1] = 0xFF
+    assert x[5, 66].isnan() and norm(x)[5].isnan().all()
     assert torch.equal(dirty[20:22].isnan(), own(x[20:22]).isnan())
 
 
