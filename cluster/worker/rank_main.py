@@ -5,14 +5,16 @@ the other ranks: no port, no role, no tokens. Started by ``cluster.worker.ranks`
 describes the frames on standard input.
 
 Life: options read -> the others met, model loaded, warmed up in step with rank 0 -> steps -> end of
-standard input: exit 0. A step that fails here ends the process (exit 1): the ranks are out of step,
-and rank 0, which sees this end, gives the worker up.
+standard input: rank 0 is closing or gone, exit 0, and the folder of their meeting goes, which a
+killed rank 0 leaves behind. A step that fails here ends the process (exit 1): the ranks are out of
+step, and rank 0, which sees this end, gives the worker up.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -67,5 +69,6 @@ def _read(pipe: BinaryIO) -> bytes | None:
 if __name__ == "__main__":
     # Not sys.exit alone: a rank that lost its others would wait for them at the interpreter's end.
     code = main()
+    shutil.rmtree(Path(sys.argv[2]).parent, ignore_errors=True)  # whoever is last finds it gone
     sys.stderr.flush()
     os._exit(code)

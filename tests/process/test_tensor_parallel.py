@@ -43,6 +43,10 @@ def child_processes(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def is_gone(pid: int) -> bool:
     """No process, or one that only waits to be reaped."""
     try:
@@ -199,8 +203,11 @@ def test_a_rank_ends_with_a_killed_worker(model: Path, tmp_path: Path) -> None:
     with serving(a_config(model), log=tmp_path) as cluster:
         (rank,) = ranks_of(cluster)
         cluster.core.submit(a_prompt(100), 300).first.wait(30)
+        (meeting,) = (part for part in command_of(rank) if "tandem-ranks-" in part)
+        assert Path(meeting).parent.is_dir()
         cluster.decode.kill()
         wait_until(lambda: is_gone(rank), what="the second rank's end")
+        assert not Path(meeting).parent.exists()
 
 
 def test_what_cannot_be_shared_is_refused_before_anything_starts(tmp_path: Path) -> None:
